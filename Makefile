@@ -24,7 +24,7 @@ PYTEST := env PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(or $(WO
 
 help:
 	@echo "make demo      train a small language model twice (adamw_torch, onebit_adam) on 2 processes and compare"
-	@echo "make test      the tests (real process groups, a real Trainer), some 9 minutes on 2 cores"
+	@echo "make test      the tests (real process groups, a real Trainer), some 5 minutes on 2 cores"
 	@echo "make test-full the long tests that make test leaves out: fuzz, stress, whole runs, launchers"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-compat  the tests of Trainer and Accelerate, with the oldest and the newest versions of them and of torch"
@@ -118,7 +118,8 @@ $(TOOLS)/.installed: constraints.txt
 # Spills and 128-bit accesses of the CUDA kernels, for all architectures: some minutes.
 check-cuda: $(TOOLS)/.installed
 	@echo "== CUDA kernels: registers and machine code =="
-	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check nvidia-cuda-cuobjdump
+	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	@$(TOOLS)/bin/python scripts/check_cuda.py --table
 
 wheel: $(TOOLS)/.installed $(if $(shell command -v nvcc),check-cuda)

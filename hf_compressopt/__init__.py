@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_compressopt.integrations.trainer import register
     from hf_compressopt.optim.fused_adam import FusedAdam
     from hf_compressopt.optim.lamb import Lamb, OnebitLamb
+    from hf_compressopt.optim.muon import MuonAdamW
     from hf_compressopt.optim.onebit_adam import OnebitAdam
     from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
     from hf_compressopt.zero.config import ZeroConfig
@@ -35,6 +36,7 @@ _HOME = {
     "GradientCompression": "hf_compressopt.grad_compression",
     "GradientSync": "hf_compressopt.collectives.ddp",
     "Lamb": "hf_compressopt.optim.lamb",
+    "MuonAdamW": "hf_compressopt.optim.muon",
     "OnebitAdam": "hf_compressopt.optim.onebit_adam",
     "OnebitLamb": "hf_compressopt.optim.lamb",
     "ZeroOneAdam": "hf_compressopt.optim.zero_one_adam",
@@ -64,6 +66,7 @@ __all__ = [
     "GradientCompression",
     "GradientSync",
     "Lamb",
+    "MuonAdamW",
     "OnebitAdam",
     "OnebitLamb",
     "ZeroOneAdam",

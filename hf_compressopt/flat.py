@@ -49,15 +49,7 @@ def bucket_numel_of(bucket_cap_mb: float) -> int:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive elements of one parameter in a buffer.
-
-    Attributes:
-        index: Number of the parameter.
-        start: First element within the flattened parameter.
-        stop: One past the last element within the flattened parameter.
-        offset: Place of the first element in the buffer.
-        numel: Elements of the span.
-    """
+    """Elements [start, stop) of the flattened parameter number ``index``, at ``offset`` of a buffer."""
 
     index: int
     start: int
@@ -86,15 +78,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The places of a group's parameters in its flat buffer, and the buckets of that buffer.
-
-    Attributes:
-        numels: Elements of each parameter, in the order of the group; 0 is legal.
-        bucket_numel: Elements of every bucket but the last.
-        starts: Offset of each parameter in the flat buffer.
-        buckets: The buckets, in order; none if the group has no element.
-        numel: Elements of the whole flat buffer.
-    """
+    """The places of a group's parameters in its flat buffer (``starts``), and the buckets of that buffer."""
 
     numels: tuple[int, ...]
     bucket_numel: int

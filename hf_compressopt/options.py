@@ -29,12 +29,8 @@ _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 class Option(NamedTuple):
     """An option of a class.
 
-    Attributes:
-        kinds: Types that text may give it: bool, int, float, str, NoneType; () if it can be given in Python only.
-        default: Its default; ``inspect.Parameter.empty`` if it has none.
-        annotation: Its type, as the source says it.
-        keyword: True if it can be given by name only.
-        help: Its description, in docstring markup; "" if it has none.
+    ``kinds`` are the types that text may give it (none if it can be given in Python only), ``default`` may be
+    ``inspect.Parameter.empty``, and ``help`` is in docstring markup.
     """
 
     kinds: tuple[type, ...]

@@ -18,8 +18,10 @@ AUTO = "auto"
 #: Steps that a variance must have learnt from before "auto" freezes it, unless an option says otherwise. In simulated
 #: runs a variance of 80 steps could be frozen, and one of 40 could not.
 MIN_FREEZE_STEP = 100
-#: A shorter run stays in its warmup stage, if that stage sends low-bit gradients.
+#: A shorter run stays in its warmup stage, if that stage sends low-bit gradients; and so does one that is shorter than
+#: what the variance remembers, 1 / (1 - beta2) steps: most of those are fine-tunings, whose gradients shrink.
 SHORT_RUN = 300
+WINDOW = 1000  # of beta2 = 0.999
 _Schedule = TypeVar("_Schedule", bound="Schedule")
 
 
@@ -139,15 +141,19 @@ class Schedule(ABC):
         """Return whether the end of the warmup stage is among the options that a user gave, and known."""
         return "freeze_step" in given and self.freeze_step != AUTO
 
-    def fitted(self: _Schedule, max_steps: int, given: Collection[str], *, low_bit: bool = False) -> _Schedule:
+    def fitted(
+        self: _Schedule, max_steps: int, given: Collection[str], *, low_bit: bool = False, window: int = WINDOW
+    ) -> _Schedule:
         """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
 
-        The variance finds the end of the warmup stage within a share of the run. A run of fewer than ``SHORT_RUN``
-        steps stays in its warmup stage if that sends gradients in a few bits (``low_bit``), else it freezes early.
+        The variance finds the end of the warmup stage within a share of the run. A run of fewer than ``SHORT_RUN`` or
+        ``window`` steps, 1 / (1 - beta2), stays in its warmup stage if that sends gradients in a few bits
+        (``low_bit``). One of fewer than ``SHORT_RUN`` freezes early if it does not.
         """
         if self.is_given(given):
             return self
-        short, share = max_steps < SHORT_RUN, self.low_bit_freeze_share if low_bit else self.freeze_share
+        short = max_steps < (max(SHORT_RUN, window) if low_bit else SHORT_RUN)
+        share = self.low_bit_freeze_share if low_bit else self.freeze_share
         bounds = {"max_freeze_step": max(1, int(max_steps * share)), "min_freeze_step": MIN_FREEZE_STEP}
         if short and low_bit and "max_freeze_step" not in given:
             bounds = dict.fromkeys(("max_freeze_step", "min_freeze_step"), max_steps + 1)
@@ -160,7 +166,10 @@ class Schedule(ABC):
         if self.is_given(given):
             return f"of {max_steps} steps, as given"
         if self.last_warmup_step > max_steps:
-            return f"the warmup stage takes all {max_steps} steps, too few to freeze a variance"
+            return (
+                f"the warmup stage takes all {max_steps} steps: in so short a run a frozen variance costs loss, "
+                "most of all in fine-tuning; freeze_step=N freezes it all the same"
+            )
         return f"freeze_step is found by the variance, at most {self.last_warmup_step} of {max_steps} steps"
 
 
@@ -191,15 +200,8 @@ class OnebitSchedule(Schedule):
 class ZeroOneSchedule(Schedule):
     """The schedule of 0/1 Adam: a variance stage, then a local-step stage.
 
-    Source: 0/1 Adam, arXiv 2202.06009, Algorithm 1 and section 6.
-
-    Attributes:
-        freeze_step: Last step of the variance stage, or "auto".
-        max_freeze_step: Bound on the step that "auto" finds.
-        min_freeze_step: The first step that "auto" may find.
-        var_update_scaler: Variance steps after which the interval between them doubles (kappa).
-        local_step_scaler: Steps after which the interval between syncs doubles.
-        local_step_clipper: Longest interval between syncs (H).
+    Source: 0/1 Adam, arXiv 2202.06009, Algorithm 1 and section 6; ``var_update_scaler`` is its kappa,
+    ``local_step_clipper`` its H.
     """
 
     freeze_share: ClassVar[float] = 0.1
@@ -236,7 +238,9 @@ class ZeroOneSchedule(Schedule):
         doublings = (step - self.last_warmup_step - 1) // self.local_step_scaler
         return min(self.local_step_clipper, 1 << min(doublings, self.local_step_clipper.bit_length()))
 
-    def fitted(self, max_steps: int, given: Collection[str], *, low_bit: bool = False) -> ZeroOneSchedule:
+    def fitted(
+        self, max_steps: int, given: Collection[str], *, low_bit: bool = False, window: int = WINDOW
+    ) -> ZeroOneSchedule:
         """Freeze the variance within a share of the run, and let it learn from every step until then, unless given.
 
         The share is 10 % of the run if the variance learns from full-precision gradients, and 20 % if it learns from
@@ -247,7 +251,7 @@ class ZeroOneSchedule(Schedule):
         least = type(self)().var_update_scaler
         scaled = {"var_update_scaler": max(least, max_steps), "local_step_scaler": max(1, max_steps // 10)}
         chosen = {name: value for name, value in scaled.items() if name not in given}
-        return replace(super().fitted(max_steps, given, low_bit=low_bit), **chosen)
+        return replace(super().fitted(max_steps, given, low_bit=low_bit, window=window), **chosen)
 
     def describe(self, max_steps: int, given: Collection[str]) -> str:
         scaled = (f"{name}={getattr(self, name)}" for name in ("var_update_scaler", "local_step_scaler"))
@@ -276,11 +280,8 @@ class Warmup:
     def is_over(self, step: int, window: int) -> bool:
         """Return whether the variance has seen enough of the full rate by the end of a step.
 
-        It has if as many steps had the full rate as the warmup took, or a window of the variance; at least two.
-
-        Args:
-            step: The step.
-            window: Steps that the variance remembers, 1 / (1 - beta2).
+        It has if as many steps had the full rate as the warmup took, or as the variance remembers (``window``); at
+        least two.
         """
         at_full_rate = step - self.step + 1
         return self.step <= 1 or (at_full_rate > 1 and at_full_rate >= min(self.step - 1, window))
@@ -299,12 +300,8 @@ class FreezeDetector:
     """The search for the step at which the variance is stable (1-bit Adam, arXiv 2102.02888, section 4.3).
 
     With a the 1-norm of the bias-corrected second moment now and b the same D = 1/(1 - beta2) steps ago, the variance
-    is stable at the first step at which the learning rate rises no more and min(a/b, b/a) >= ``threshold``.
-
-    Attributes:
-        history: One 1-norm for each of the last D steps, in a ring, and the last learning rate behind them.
-        threshold: Least stability, in (0, 1].
-        last_step: The step at which the search ends in any case.
+    is stable at the first step at which the learning rate rises no more and min(a/b, b/a) >= ``threshold``, at
+    ``last_step`` at the latest. ``history`` has D norms, in a ring, and the last learning rate behind them.
     """
 
     history: History

@@ -6,11 +6,12 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MIB, MB = 2**20, 1e6
 
 Variants = dict[str, Callable[[], object]]
+Table = Sequence[Sequence[str]]
+#: Okabe and Ito's colours, one for each method in every picture.
+COLOURS = {"baseline": "#999999", "ddp": "#000000", "fp16": "#D55E00", "int4": "#0072B2", "onebit_adam": "#009E73"}
+COLOURS |= {"zero_one_adam": "#CC79A7", "onebit_lamb": "#E69F00", "zero": "#56B4E9"}
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -86,6 +91,41 @@ def gloo_ranks(rank: int, world_size: int, store: str | Path, threads: int = 1) 
     time.sleep(0.3)  # gloo's threads come to rest
 
 
+def on_ranks(
+    work: Callable[..., Any], ranks: int, *arguments: Any, threads: int = 1, folder: Path | None = None
+) -> Any:
+    """Call work(rank, place, ...) in a process for each rank of a gloo group. Returns what each call returned.
+
+    `place` is a temporary folder, in `folder` if given, for all ranks; it and the processes are gone afterwards.
+    """
+    import multiprocessing
+
+    import torch.multiprocessing as mp
+
+    multiprocessing.set_forkserver_preload(["torch"])  # the ranks need not import it one by one
+    place, processes = tempfile.mkdtemp(prefix="benchmark-", dir=folder), []
+    try:
+        given = (work, ranks, place, threads, arguments)
+        context = mp.start_processes(_run_rank, given, ranks, join=False, start_method="forkserver")
+        processes += context.processes
+        while not context.join():
+            pass
+        return [json.loads(Path(place, f"{rank}.json").read_text()) for rank in range(ranks)]
+    finally:
+        for process in processes:  # nobody writes any more where the folder goes
+            process.kill()
+            process.join()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _run_rank(
+    rank: int, work: Callable[..., Any], ranks: int, folder: str, threads: int, arguments: tuple[Any, ...]
+) -> None:
+    with gloo_ranks(rank, ranks, f"{folder}/store", threads):
+        found = work(rank, Path(folder), *arguments)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
 def small_gpt2(layers: int, width: int, vocabulary: int, tokens: int) -> Any:
     """Transformers' GPT-2 without dropout, alike on all ranks."""
     import torch
@@ -102,27 +142,25 @@ def small_gpt2(layers: int, width: int, vocabulary: int, tokens: int) -> Any:
 # -- reports ----------------------------------------------------------------------------------------------------------
 
 
-def markdown(rows: Sequence[Sequence[str]], align: str = "left") -> list[str]:
-    """The lines of a Markdown table; the first row is the heading. "right" aligns all columns but the first."""
-    heading, *others = rows
-    rule = "---|" + ("---:|" if align == "right" else "---|") * (len(heading) - 1)
-    return [f"| {' | '.join(heading)} |", f"|{rule}", *(f"| {' | '.join(row)} |" for row in others)]
+def markdown(rows: Table) -> str:
+    """A Markdown table; the first row is the heading, and all columns but the first are aligned to the right."""
+    rule = ["---"] + ["---:"] * (len(rows[0]) - 1)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (rows[0], rule, *rows[1:]))
 
 
-def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
+def print_table(title: str, rows: Table) -> None:
     """Print a Markdown table whose columns line up."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"\n{title}\n")
     for number, row in enumerate(rows):
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
         if number == 0:
-            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
+            print("|" + "|".join("-" * (width + 2) for width in widths) + "|", flush=True)
 
 
-def write_rows(report: Path, rows: Sequence[Any]) -> None:
-    """Write rows (dataclasses or dictionaries) as JSON beside a report, one per line."""
-    entries = (json.dumps(row if isinstance(row, dict) else asdict(row)) for row in rows)
-    report.with_suffix(".json").write_text("[\n" + ",\n".join(entries) + "\n]\n")
+def write_rows(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows as JSON, one per line."""
+    file.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
 
 
 def write_measurements(out: Path | None, options: dict[str, Any], **measured: Any) -> None:
@@ -144,13 +182,3 @@ def pyplot() -> Any:
     import matplotlib.pyplot
 
     return matplotlib.pyplot
-
-
-def logarithmic(panel: Any) -> None:
-    """Make a panel's horizontal axis logarithmic, with plain numbers at 1, 2, 5, 10, ..."""
-    from matplotlib.ticker import LogLocator
-
-    panel.set_xscale("log")
-    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    panel.xaxis.set_major_formatter("{x:,g}")
-    panel.xaxis.set_minor_formatter("")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
 import sys
@@ -12,19 +13,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from _common import REPOSITORY
+from real_models import CACHE
 from rivals import RIVALS
 from torch import Tensor, nn
 from torch.nn import functional
 
-RECIPE = REPOSITORY / "recipes" / "causal_lm"
 ROW, EXAMPLES, VALIDATION = 4000, 6000, 240  # characters of a row; examples at most
 GLOBAL_BATCH = 8  # examples per step, over all ranks
 MAX_GRAD_NORM, WEIGHT_DECAY = 1.0, 0.01
-EVALUATIONS = 10  # per run, where it has the steps for it
+EVALUATIONS = 10  # per run, where it has the steps for it; of a labelled text one
 #: The uncompressed optimizer that a compressed one is compared with.
 PARTNER = {"OnebitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OnebitLamb": "Lamb"}
 #: Of each text, the text itself and the text that its tokenizer was trained on.
@@ -34,7 +36,10 @@ TOKENIZED_AS = {
     "reference, after the library": ("reference", "library"),
 }
 AFTER_LIBRARY: dict[str, Any] = {"text": "reference, after the library", "pretrained": True}
-PRETRAINING_STEPS, FINE_TUNING_RATE = 1000, 5e-4
+PRETRAINING_STEPS, LOW_RATE, BEST_RATE = 1000, 5e-4, 4e-3
+BEST = ", fine-tuning at the best rate"
+#: Labelled texts, with the folders of real_models.py that they need.
+CLASSIFIED = {"topics": (), "snippets": ("minilm", "snippets")}
 
 Examples = dict[str, Tensor]  # input_ids, labels: [examples, tokens]
 
@@ -56,9 +61,11 @@ class Model:
     width: int = 96
     layers: int = 2
     heads: int = 4
+    batch: int = GLOBAL_BATCH
 
 
 SMALL, GPT2 = Model(False, 1024, 64), Model(True, 2048, 128)
+TINY_BERT, MINILM = Model(False, 1024, 128, 1e-3, batch=32), Model(False, 30522, 64, 2e-4, batch=16)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Run:
         rival_options: Its options.
         zero: Options of a ZeroOptimizer around AdamW; empty is no ZeRO.
         model: The model.
-        text: A key of TOKENIZED_AS.
+        text: A key of TOKENIZED_AS or CLASSIFIED.
         pretrained: Whether it starts from a model that was trained on the library's source.
         steps: Its steps; None takes --steps.
     """
@@ -127,6 +134,12 @@ def every(name: str, names: Sequence[str] = ("AdamW", "Lamb", "int4", *PARTNER),
     ]
 
 
+def frozen(step: int, name: str, **kept: Any) -> list[Run]:
+    """Optimizers that freeze their variance at this step, also in runs that would not."""
+    given = {"OnebitAdam": FLOAT32 | {"freeze_step": step}, "ZeroOneAdam": {"freeze_step": step}}
+    return [Run(f"{optimizer}, frozen{name}", optimizer, options, **kept) for optimizer, options in given.items()]
+
+
 def rates(rates_of: dict[str, Sequence[float]], title: str = "{}, lr {:g}", **kept: Any) -> dict[str, Run]:
     """Peak learning rates of uncompressed optimizers."""
     pairs = [(name, lr) for name, values in rates_of.items() for lr in values]
@@ -161,13 +174,23 @@ RUNS: dict[str, dict[str, Run]] = {
         *(
             run
             for steps in (100, 200, 300)
-            for run in every(
-                f", fine-tuning, {steps} steps", ADAM_FAMILY, lr=FINE_TUNING_RATE, steps=steps, **AFTER_LIBRARY
-            )
-        )
+            for run in every(f", fine-tuning, {steps} steps", ADAM_FAMILY, lr=LOW_RATE, steps=steps, **AFTER_LIBRARY)
+        ),
+        *frozen(100, ", fine-tuning, 300 steps", lr=LOW_RATE, steps=300, **AFTER_LIBRARY),
+        *(
+            run
+            for steps in (300, 1000)
+            for run in every(f"{BEST}, {steps} steps", ADAM_FAMILY, lr=BEST_RATE, steps=steps, **AFTER_LIBRARY)
+        ),
+        *frozen(100, f"{BEST}, 300 steps", lr=BEST_RATE, steps=300, **AFTER_LIBRARY),
+    ),
+    "classification": named(
+        *every(", topics", ADAM_FAMILY, model=TINY_BERT, text="topics", steps=600),
+        *frozen(120, ", topics", model=TINY_BERT, text="topics", steps=600),
+        *every(", MiniLM", ADAM_FAMILY, model=MINILM, text="snippets", steps=150),
     ),
     "fine-tuning rates": rates(
-        {"AdamW": (2e-4, 5e-4, 1e-3, 2e-3)}, "{}, fine-tuning, lr {:g}, 200 steps", steps=200, **AFTER_LIBRARY
+        {"AdamW": (2e-3, 4e-3, 8e-3)}, "{}, fine-tuning, lr {:g}, 300 steps", steps=300, **AFTER_LIBRARY
     ),
     "learning rates": rates({"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Lamb": (5e-3, 1e-2, 2e-2)}),
     "rivals, rates": named(
@@ -189,7 +212,7 @@ TUNING = ("learning rates", "fine-tuning rates", "rivals, rates")
 ONE_SEED = TUNING
 #: Groups that run at some numbers of ranks only, whatever --world-sizes says.
 WORLD_SIZES = {
-    **dict.fromkeys(("learning rates", "fine-tuning rates"), (2,)),
+    **dict.fromkeys(("learning rates", "fine-tuning rates", "classification"), (2,)),
     **dict.fromkeys(("rivals, rates", "fine-tuning"), (4,)),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
@@ -211,16 +234,56 @@ def partner(run: Run) -> Run | None:
 # -- texts and models -------------------------------------------------------------------------------------------------
 
 
+def recipe_of(name: str) -> ModuleType:
+    """The script of a recipe, as a module."""
+    spec = importlib.util.spec_from_file_location(f"recipe_{name}", REPOSITORY / "recipes" / name / "train.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def missing(run: Run) -> list[str]:
+    """The models and data of real_models.py that a run needs, and that are not there."""
+    return [name for name in CLASSIFIED.get(run.text, ()) if not (CACHE / name).exists()]
+
+
+@cache
+def classified(name: str) -> tuple[ModuleType, Any, Any, Any]:
+    """The recipe of labelled texts, its arguments, and of a labelled text the tokenizer and the rows."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    recipe = recipe_of("text_classification")
+    if name == "topics":
+        given: dict[str, Any] = {"tiny": True}
+    else:
+        model, files = (CACHE / folder for folder in CLASSIFIED[name])
+        given = {f"{split}_file": str(files / f"{split}.csv") for split in ("train", "validation")}
+        given["model_name_or_path"] = str(model)
+    arguments = recipe.Arguments(**given)
+    rows = recipe.load_rows(arguments)
+    if arguments.tiny:
+        trained = recipe.Tokenizer.from_str(recipe.train_tokenizer(list(rows["train"]["text"])))
+        return recipe, arguments, PreTrainedTokenizerFast(tokenizer_object=trained, **recipe.SPECIAL_TOKENS), rows
+    return recipe, arguments, AutoTokenizer.from_pretrained(arguments.model_name_or_path), rows
+
+
 @cache
 def examples_of(name: str, model: Model) -> dict[str, Examples]:
     """The text's own split in examples for a model, with the recipe's tokenizer."""
     import datasets
-
-    sys.path.insert(0, str(RECIPE))
-    import train as recipe
     from transformers import PreTrainedTokenizerFast
 
     datasets.disable_progress_bars()
+    if name in CLASSIFIED:
+        _, _, words, rows = classified(name)
+        kept: dict[str, Any] = {"truncation": True, "max_length": model.tokens, "padding": "max_length"}
+        return {
+            split: dict(words(list(part["text"]), return_tensors="pt", return_token_type_ids=False, **kept))
+            | {"labels": torch.tensor(part["label"])}
+            for split, part in rows.items()
+        }
+    recipe = recipe_of("causal_lm")
     options = recipe.DataArguments(block_size=model.tokens)
     sources = {"reference": lambda: recipe.load_text(options), "library": _library}
     text, known = (sources[word]() for word in TOKENIZED_AS[name])
@@ -298,6 +361,10 @@ def make_model(run: Run, seed: int, start: Path) -> nn.Module:
     """The model of a run, from scratch or from the file of a pretrained one."""
     size = run.model
     torch.manual_seed(seed)
+    if run.text in CLASSIFIED:
+        recipe, arguments, words, rows = classified(run.text)
+        made: nn.Module = recipe.make_model(arguments, words, rows["train"].features["label"].names)
+        return made.train()
     if size.gpt2:
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -310,10 +377,14 @@ def make_model(run: Run, seed: int, start: Path) -> nn.Module:
     return model
 
 
-def loss_of(model: nn.Module, batch: Examples) -> Tensor:
-    """Mean loss per token."""
-    found = model(**batch)
-    return found if isinstance(found, Tensor) else found.loss
+def loss_of(model: nn.Module, batch: Examples) -> tuple[Tensor, int]:
+    """Mean loss per token, or per row of a labelled text; and the number of rows whose class is found."""
+    if (mask := batch.get("attention_mask")) is None:
+        found = model(**batch)
+        return (found if isinstance(found, Tensor) else found.loss), 0
+    longest = int(mask.sum(dim=1).max())
+    found = model(**{name: values[:, :longest] if values.ndim > 1 else values for name, values in batch.items()})
+    return found.loss, int((found.logits.argmax(-1) == batch["labels"]).sum())
 
 
 def pretrain(file: Path) -> None:
@@ -322,8 +393,9 @@ def pretrain(file: Path) -> None:
     model = make_model(PRETRAINING, 0, file)
     optimizer = torch.optim.AdamW(param_groups(model), lr=PRETRAINING.peak_lr)
     scheduler = schedule(optimizer, PRETRAINING_STEPS)
-    for batch in batches(examples_of(PRETRAINING.text, PRETRAINING.model)["train"], PRETRAINING_STEPS, 0, 0, 1):
-        loss_of(model, batch).backward()
+    examples = examples_of(PRETRAINING.text, PRETRAINING.model)["train"]
+    for batch in batches(examples, PRETRAINING_STEPS, GLOBAL_BATCH, 0, 0, 1):
+        loss_of(model, batch)[0].backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         scheduler.step()
@@ -349,18 +421,18 @@ def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sch
     return get_linear_schedule_with_warmup(optimizer, max(1, steps // 10), steps)
 
 
-def batches(examples: Examples, steps: int, seed: int, rank: int, world_size: int) -> Iterator[Examples]:
-    """This rank's part of every global batch; the global batches depend on the seed alone."""
+def batches(examples: Examples, steps: int, size: int, seed: int, rank: int, world_size: int) -> Iterator[Examples]:
+    """This rank's part of every global batch of a size; the global batches depend on the seed alone."""
     count, generator = len(examples["input_ids"]), torch.Generator().manual_seed(seed)
-    passes = math.ceil(steps * GLOBAL_BATCH / count)
+    passes = math.ceil(steps * size / count)
     order = torch.cat([torch.randperm(count, generator=generator) for _ in range(passes)])
     for step in range(steps):
-        mine = order[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH].chunk(world_size)[rank]
+        mine = order[step * size : (step + 1) * size].chunk(world_size)[rank]
         yield {name: values[mine] for name, values in examples.items()}
 
 
 class Training:
-    """What a run needs beside its model: the optimizer, and what exchanges gradients and clips them."""
+    """The optimizer of a run, with the exchange and the clipping of its gradients."""
 
     def __init__(self, run: Run, steps: int, model: nn.Module) -> None:
         import hf_compressopt
@@ -419,19 +491,19 @@ class Training:
         return self.optimizer.averaged_parameters() if self.compressed else nullcontext()
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, examples: Examples) -> float:
-        """Mean loss per token of the whole validation text, of which each rank reads a part."""
+    def evaluate(self, model: nn.Module, examples: Examples) -> tuple[float, float]:
+        """Mean loss and accuracy on the whole validation text, of which each rank reads a part."""
         model.eval()
         rank, world_size = self.others.rank, self.others.world_size
-        sums = torch.zeros(2, dtype=torch.float64)  # loss, examples
+        sums = torch.zeros(3, dtype=torch.float64)  # loss, rows whose class is found, examples
         with self.saved_parameters():
             for start in range(rank * 16, len(examples["input_ids"]), world_size * 16):
                 batch = {name: values[start : start + 16] for name, values in examples.items()}
-                count = len(batch["input_ids"])
-                sums += torch.tensor([float(loss_of(model, batch)) * count, count], dtype=torch.float64)
+                count, (loss, right) = len(batch["input_ids"]), loss_of(model, batch)
+                sums += torch.tensor([float(loss) * count, right, count], dtype=torch.float64)
         self.others.all_reduce(sums).wait()
         model.train()
-        return float(sums[0] / sums[1])
+        return float(sums[0] / sums[2]), float(sums[1] / sums[2])
 
 
 def finite(value: float) -> float | None:
@@ -446,11 +518,13 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     training = Training(run, steps, model)
     optimizer, ours, others = training.optimizer, training.ours, training.others
     torch.manual_seed(seed * ours.world_size + ours.rank)  # of dropout
-    scheduler, interval = schedule(optimizer, steps), max(5, math.ceil(steps / EVALUATIONS))
+    evaluations = 1 if run.text in CLASSIFIED else EVALUATIONS
+    scheduler, interval = schedule(optimizer, steps), max(5, math.ceil(steps / evaluations))
     loss_sum, loss_steps = torch.zeros(()), 0
     curve = []
-    for step, batch in enumerate(batches(text["train"], steps, seed, ours.rank, ours.world_size), start=1):
-        loss = loss_of(model, batch)
+    mine = batches(text["train"], steps, run.model.batch, seed, ours.rank, ours.world_size)
+    for step, batch in enumerate(mine, start=1):
+        loss, _ = loss_of(model, batch)
         loss.backward()
         loss_sum, loss_steps = loss_sum + loss.detach(), loss_steps + 1
         training.exchange()
@@ -460,7 +534,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
         scheduler.step()
         optimizer.zero_grad()
         if step % interval == 0 or step == steps:
-            eval_loss = training.evaluate(model, text["validation"])
+            eval_loss, accuracy = training.evaluate(model, text["validation"])
             others.all_reduce(loss_sum).wait()
             train_loss, sent = float(loss_sum) / loss_steps / ours.world_size, ours.traffic.total_bytes
             curve.append({"step": step, "eval": finite(eval_loss), "train": finite(train_loss), "bytes": sent})
@@ -475,6 +549,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
         "lr": run.peak_lr,
         "parameters": sum(p.numel() for p in training.params),
         "eval_loss": curve[-1]["eval"],
+        **({"accuracy": accuracy} if run.text in CLASSIFIED else {}),
         "bytes": curve[-1]["bytes"],
         "rounds": int(optimizer.metrics()["rounds"]) if training.compressed else steps,
         "switch": optimizer.schedule.last_warmup_step if training.compressed else None,

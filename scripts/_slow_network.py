@@ -7,7 +7,6 @@ an error or Ctrl-C.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -19,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from _common import REPOSITORY
 
@@ -108,7 +107,7 @@ class Ranks:
     """Processes that run `script --serve INTERFACE`, and take one order after the other, together."""
 
     def __init__(self, network: Network | None, ranks: int, threads: int, script: str) -> None:
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Any] = []
         port = free_port() if network is None else PORT
         interface, per_node = "lo" if network is None else "eth0", 1 if network is None else network.per_node
         local = per_node if per_node > 1 else ranks
@@ -130,11 +129,8 @@ class Ranks:
                 "TOKENIZERS_PARALLELISM": "false",
                 "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
             }
-            self.processes.append(
-                subprocess.Popen(
-                    words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=REPOSITORY
-                )
-            )
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self.processes.append(subprocess.Popen(words, env=environment, cwd=REPOSITORY, **pipes))
 
     def order(self, **what: Any) -> list[dict[str, Any]]:
         """Have all ranks do it. Returns their answers.
@@ -144,22 +140,21 @@ class Ranks:
         """
         for process in self.processes:
             try:
-                pipe(process.stdin).write(json.dumps(what) + "\n")
-                pipe(process.stdin).flush()
+                process.stdin.write(json.dumps(what) + "\n")
+                process.stdin.flush()
             except BrokenPipeError:
                 raise RuntimeError(f"a rank died before {what}; see its error above") from None
         return [self._answer(process, what) for process in self.processes]
 
-    def _answer(self, process: subprocess.Popen[str], what: dict[str, Any]) -> dict[str, Any]:
-        for line in pipe(process.stdout):
+    def _answer(self, process: Any, what: dict[str, Any]) -> dict[str, Any]:
+        for line in process.stdout:
             if line.startswith(RESULT):
-                answer: dict[str, Any] = json.loads(line.removeprefix(RESULT))
-                return answer
+                return dict(json.loads(line.removeprefix(RESULT)))
         raise RuntimeError(f"a rank died in {what}; see its error above")
 
     def close(self) -> None:
         for process in self.processes:
-            pipe(process.stdin).close()
+            process.stdin.close()
         for process in self.processes:
             try:
                 process.wait(timeout=20)
@@ -173,35 +168,16 @@ class Ranks:
             process.wait()
 
 
-def pipe(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream
-
-
 def sent_bytes(interface: str) -> int:
     """Bytes that left the interface so far, as the kernel counts them in this process's network namespace."""
     rows = dict(line.split(":", 1) for line in Path("/proc/self/net/dev").read_text().splitlines() if ":" in line)
     return int({name.strip(): row for name, row in rows.items()}[interface].split()[8])
 
 
-def check_report(parser: argparse.ArgumentParser, report: Path | None) -> None:
-    """Exit where the report could not be written after all the work."""
-    if report is not None and not report.resolve().parent.is_dir():
-        parser.error(f"--report: there is no folder {report.parent}: make it first")
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def add_link_arguments(parser: argparse.ArgumentParser, links: list[str], count: str = "+") -> None:
-    """Add the arguments of every script that trains over links; count: how many links, as argparse says it."""
-    parser.add_argument("--links", nargs=count, choices=list(RATES), default=links)
-    parser.add_argument("--loopback", action="store_true", help="no namespaces, no shaping")
-    parser.add_argument("--report", type=Path, help="Markdown file; a picture and the rows as JSON go beside it")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
 
 
 def nothing_hook(_, bucket):  # DDP compares annotations with its own types
@@ -223,11 +199,11 @@ def trainer_of(
         examples: Its training examples.
         folder: An empty folder.
         watch: A callback.
-        hook: DDP communication hook: "none" exchanges nothing at all, "fp16", "powersgd", or "" for DDP's own.
+        hook: DDP communication hook: "none" exchanges nothing at all, "fp16", or "" for DDP's own.
         data: Other arguments of Trainer.
         options: Other TrainingArguments.
     """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -235,13 +211,9 @@ def trainer_of(
 
     class Hook(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            if not hook or not isinstance(trainer.model_wrapped, DistributedDataParallel):
-                return
-            state = None
-            if hook == "powersgd":
-                state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-            hooks = {"none": nothing_hook, "fp16": default_hooks.fp16_compress_hook}
-            trainer.model_wrapped.register_comm_hook(state, hooks.get(hook, powerSGD_hook.powerSGD_hook))
+            if hook and isinstance(trainer.model_wrapped, DistributedDataParallel):
+                chosen = nothing_hook if hook == "none" else default_hooks.fp16_compress_hook
+                trainer.model_wrapped.register_comm_hook(None, chosen)
 
     arguments = TrainingArguments(
         output_dir=folder,
@@ -260,7 +232,7 @@ def trainer_of(
 
 
 def serve(do: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """On a rank: take orders, one JSON object a line, and answer each with one; ends where its input does."""
+    """Take orders on a rank, one JSON object a line, and answer each with one, until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its ranks
     import torch
     import torch.distributed as dist

@@ -15,9 +15,7 @@ The disk's seconds over a variant's are its share of the disk's speed: 1 is as f
 """
 
 import gc
-import json
 import os
-import shutil
 import statistics
 import tempfile
 import threading
@@ -25,15 +23,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
-from _common import MIB, gloo_ranks, in_turn, markdown, parser_of, write_measurements
+from _common import MIB, Table, in_turn, on_ranks, parser_of, print_table, write_measurements
 from torch import nn
 
 from hf_compressopt import OnebitAdam, ZeroOptimizer, async_save_state, load_state, save_state
@@ -63,7 +59,7 @@ def make(options: dict[str, Any]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def tensors_of(optimizer: Any, folder: str) -> dict[str, torch.Tensor]:
+def tensors_of(optimizer: Any, folder: Path) -> dict[str, torch.Tensor]:
     """This rank's state for torch.save and DCP: plain tensors under names of its own."""
     snapshot = take_snapshot(checkpointable(optimizer), Path(tempfile.mkdtemp(dir=folder)), None, "names")
     snapshot.remove()
@@ -71,89 +67,53 @@ def tensors_of(optimizer: Any, folder: str) -> dict[str, torch.Tensor]:
     return {f"rank{dist.get_rank()}/{tensor.key}@{tensor.start}": tensor.local for tensor in snapshot.tensors}
 
 
-class Variant:
-    """One way to write a state and to read it back; ``save`` returns what finishes it, where it goes on behind."""
-
-    def __init__(self, optimizer: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-        self.optimizer, self.tensors, self.folder = optimizer, tensors, folder
-        self.file = folder / f"{dist.get_rank()}.pt"
-
-    def save(self) -> Callable[[], Any] | None:
-        raise NotImplementedError
-
-    def load(self) -> None:
-        raise NotImplementedError
+Save, Load = Callable[[], Callable[[], Any] | None], Callable[[], None]  # a save may return what finishes it
 
 
-class Disk(Variant):
-    """The same bytes from one buffer, and fsync."""
+def variants_of(optimizer: Any, tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, tuple[Save, Load]]:
+    """The ways to write a state and to read it back, each in a folder of its own."""
+    block, nbytes = memoryview(os.urandom(BLOCK)), sum(t.numel() * t.element_size() for t in tensors.values())
 
-    buffer = memoryview(os.urandom(BLOCK))
+    def place(number: int) -> tuple[Path, Path]:
+        """A folder, and this rank's file in it."""
+        (folder / f"{number}").mkdir(exist_ok=True)
+        return folder / f"{number}", folder / f"{number}" / f"{dist.get_rank()}.pt"
 
-    def save(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        nbytes = sum(t.numel() * t.element_size() for t in self.tensors.values())
-        with open(self.file, "wb", buffering=0) as file:
+    def write_disk() -> None:
+        with open(disk_file, "wb", buffering=0) as file:
             for low in range(0, nbytes, BLOCK):
-                file.write(self.buffer[: min(BLOCK, nbytes - low)])
+                file.write(block[: min(BLOCK, nbytes - low)])
             os.fsync(file.fileno())
 
-    def load(self) -> None:
+    def read_disk() -> None:
         space = bytearray(BLOCK)
-        with open(self.file, "rb", buffering=0) as file:
+        with open(disk_file, "rb", buffering=0) as file:
             while file.readinto(space):
                 pass
 
+    def read_torch() -> None:
+        for key, value in torch.load(torch_file, weights_only=True).items():
+            tensors[key].copy_(value)
 
-class Ours(Variant):
-    def save(self) -> Callable[[], Any] | None:
-        save_state(self.optimizer, self.folder)
-        return None
+    def by_dcp(write: Callable[..., Any], folder: Path) -> tuple[Save, Load]:
+        def save() -> Callable[[], Any] | None:
+            writer = dcp.FileSystemWriter(folder, sync_files=True, overwrite=True)
+            return getattr(write(tensors, storage_writer=writer), "result", None)
 
-    def load(self) -> None:
-        load_state(self.optimizer, self.folder)
+        return save, lambda: dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
 
-
-class OursBehind(Ours):
-    def save(self) -> Callable[[], Any]:
-        return async_save_state(self.optimizer, self.folder).result
-
-
-class TorchSave(Variant):
-    """A file for each rank."""
-
-    def save(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        torch.save(self.tensors, self.file)
-
-    def load(self) -> None:
-        for key, value in torch.load(self.file, weights_only=True).items():
-            self.tensors[key].copy_(value)
-
-
-class Dcp(Variant):
-    write: Callable[..., Any] = staticmethod(dcp.save)
-
-    def save(self) -> Callable[[], Any] | None:
-        writer = dcp.FileSystemWriter(self.folder, sync_files=True, overwrite=True)
-        return getattr(self.write(self.tensors, storage_writer=writer), "result", None)
-
-    def load(self) -> None:
-        dcp.load(self.tensors, storage_reader=dcp.FileSystemReader(self.folder))
-
-
-class DcpBehind(Dcp):
-    write = staticmethod(dcp.async_save)
-
-
-VARIANTS: dict[str, type[Variant]] = {
-    "disk": Disk,
-    "save_state": Ours,
-    "async_save_state": OursBehind,
-    "torch.save (no fsync)": TorchSave,
-    "DCP save": Dcp,
-    "DCP async_save": DcpBehind,
-}
+    (_, disk_file), (ours, _), (behind, _), (_, torch_file), (first, _), (second, _) = map(place, range(6))
+    return {
+        "disk": (write_disk, read_disk),
+        "save_state": (lambda: save_state(optimizer, ours), lambda: load_state(optimizer, ours)),
+        "async_save_state": (
+            lambda: async_save_state(optimizer, behind).result,
+            lambda: load_state(optimizer, behind),
+        ),
+        "torch.save (no fsync)": (lambda: torch.save(tensors, torch_file), read_torch),
+        "DCP save": by_dcp(dcp.save, first),
+        "DCP async_save": by_dcp(dcp.async_save, second),
+    }
 
 
 @contextmanager
@@ -194,12 +154,12 @@ def drop_cache(keep: bool) -> bool:
     return True
 
 
-def measure(variant: Variant, keep_cache: bool, memory: bool) -> dict[str, float]:
+def measure(save: Save, load: Load, keep_cache: bool, memory: bool) -> dict[str, float]:
     dist.barrier()
     with growth(memory) as save_growth:
         dist.barrier()
         start = time.perf_counter()
-        finish = variant.save()
+        finish = save()
         blocked = time.perf_counter() - start
         if finish is not None:
             finish()
@@ -208,7 +168,7 @@ def measure(variant: Variant, keep_cache: bool, memory: bool) -> dict[str, float
     with growth(memory) as load_growth:
         dist.barrier()
         start = time.perf_counter()
-        variant.load()
+        load()
         loaded = time.perf_counter() - start
     return {
         "save": saved,
@@ -220,23 +180,17 @@ def measure(variant: Variant, keep_cache: bool, memory: bool) -> dict[str, float
     }
 
 
-def work(rank: int, options: dict[str, Any], folder: str) -> None:
-    warnings.filterwarnings("ignore")
-    with gloo_ranks(rank, options["ranks"], f"{folder}/store", options["threads"]):
-        found = measure_variants(rank, options, folder)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-
-
-def measure_variants(rank: int, options: dict[str, Any], folder: str) -> dict[str, Any]:
+def measure_variants(rank: int, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Seconds and memory of each variant; in each round the variants take turns."""
+    warnings.filterwarnings("ignore")
     optimizer = make(options)
     tensors = tensors_of(optimizer, folder)
-    variants = {n: cls(optimizer, tensors, Path(folder, f"v{i}")) for i, (n, cls) in enumerate(VARIANTS.items())}
+    variants = variants_of(optimizer, tensors, folder)
     result: dict[str, Any] = {name: [] for name in variants}
     names = list(variants)
     for number in range(options["rounds"]):
         for name in in_turn(names, number):
-            found = measure(variants[name], options["keep_cache"], memory=number == 0)
+            found = measure(*variants[name], options["keep_cache"], memory=number == 0)
             result[name].append(found)
             gc.collect()
             if rank == 0:
@@ -245,35 +199,24 @@ def measure_variants(rank: int, options: dict[str, Any], folder: str) -> dict[st
     return result
 
 
-def table(ranks: list[dict[str, Any]], options: dict[str, Any]) -> list[str]:
-    rounds = range(options["rounds"])
+def table(ranks: list[dict[str, Any]], rounds: int) -> Table:
+    """Seconds of the slowest rank, medians over rounds; growth of the rank that grew most, in the first round."""
 
-    def seconds(name: str, what: str, number: int) -> float:
-        return max(r[name][number][what] for r in ranks)
-
-    def median(name: str, what: str) -> str:
-        return f"{statistics.median(seconds(name, what, n) for n in rounds):.2f}"
+    def seconds(name: str, what: str) -> list[float]:
+        return [max(rank[name][number][what] for rank in ranks) for number in range(rounds)]
 
     def share(name: str, what: str) -> str:
-        """Of the disk's speed in the same round, the median."""
-        return f"{statistics.median(seconds('disk', what, n) / seconds(name, what, n) for n in rounds):.2f}"
+        """Share of the disk's speed in the same round."""
+        pairs = zip(seconds("disk", what), seconds(name, what), strict=True)
+        return f"{statistics.median(disk / its for disk, its in pairs):.2f}"
 
-    total = sum(r["bytes"] for r in ranks)
-    cached = "" if ranks[0]["disk"][0]["from_disk"] else ", reads from the page cache"
-    heading = (
-        f"{options['optimizer']}, {len(ranks)} ranks, {total / MIB:.0f} MiB in all, medians of {len(rounds)} rounds"
-    )
-    speed = "of the disk's speed"
-    rows = [["", "save, s", speed, "blocked, s", "load, s", speed, "RSS +, save, MiB", "RSS +, load, MiB"]]
-    for name in VARIANTS:
-        grown = (f"{max(r[name][0][what] for r in ranks) / MIB:.0f}" for what in ("rss_save", "rss_load"))
-        saved = median(name, "save"), share(name, "save"), median(name, "blocked")
-        rows.append([name, *saved, median(name, "load"), share(name, "load"), *grown])
-    ratio = statistics.median(
-        seconds("async_save_state", "blocked", n) / seconds("save_state", "save", n) for n in rounds
-    )
-    blocked = f"blocked by async_save_state: {ratio:.1%} of the time of save_state"
-    return [heading + cached, "", *markdown(rows, "right"), "", blocked, ""]
+    of_disk = "of the disk's speed"
+    rows = [["method", "save, s", of_disk, "training waits, s", "load, s", of_disk, "MiB to save", "MiB to load"]]
+    for name in (name for name in ranks[0] if name != "bytes"):
+        save, blocked, load = (f"{statistics.median(seconds(name, what)):.2f}" for what in ("save", "blocked", "load"))
+        grown = (max(rank[name][0][what] for rank in ranks) / MIB for what in ("rss_save", "rss_load"))
+        rows.append([name, save, share(name, "save"), blocked, load, share(name, "load"), *(f"{g:.0f}" for g in grown)])
+    return rows
 
 
 def main() -> None:
@@ -288,25 +231,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one where not given")
     parser.add_argument("--out", type=Path, help="write everything that was measured to this JSON file")
     options = vars(parser.parse_args())
-    out, place = options.pop("out"), options.pop("folder")
-    folder = tempfile.mkdtemp(prefix="benchmark_checkpoint-", dir=place)
-    processes: list[Any] = []
-    try:
-        set_forkserver_preload(["torch"])  # the ranks need not import it one by one
-        context = mp.start_processes(
-            work, args=(options, folder), nprocs=options["ranks"], join=False, start_method="forkserver"
-        )
-        processes += context.processes
-        while not context.join():
-            pass
-        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options["ranks"])]
-    finally:
-        for process in processes:  # nobody writes any more where the folder goes
-            process.kill()
-            process.join()
-        shutil.rmtree(folder, ignore_errors=True)
-    lines = table(ranks, options)
-    print("\n" + "\n".join(lines), flush=True)
+    out, folder = options.pop("out"), options.pop("folder")
+    ranks = on_ranks(measure_variants, options["ranks"], options, threads=options["threads"], folder=folder)
+    total = sum(rank["bytes"] for rank in ranks) / MIB
+    cached = "" if ranks[0]["disk"][0]["from_disk"] else ", reads from the page cache"
+    title = f"{options['optimizer']}, {len(ranks)} ranks, {total:.0f} MiB in all{cached}"
+    print_table(title, table(ranks, options["rounds"]))
     write_measurements(out, options, ranks=ranks)
 
 

@@ -1,16 +1,18 @@
-"""Speed of the native CPU kernels, beside the memory's own speed, the reference and torch.
+"""Speed of the native kernels on a CPU or a GPU, beside the memory's own speed, the reference and torch.
 
     python scripts/benchmark_kernels.py                      # kernels and FusedAdam, torch's number of threads
     python scripts/benchmark_kernels.py --threads 1 --numel 25000000 100000000
     python scripts/benchmark_kernels.py --only integers --threads 1   # messages of 4 and 8 bits, and sketches
     python scripts/benchmark_kernels.py --only step          # a compressed step on 2 gloo ranks, 1 thread each
+    python scripts/benchmark_kernels.py --device cuda        # kernels and FusedAdam on a GPU
 
 All variants of a table take turns in one run; times are medians. Kernels on one thread are measured in its CPU time,
-which other work on the machine changes less than the time of day.
+which other work on the machine changes less than the time of day; those on a GPU by its own events.
 
-The roofline of a kernel is the fastest plain pass of the same run with its mix of reads and writes: memory moves more
-bytes per second for a pass that writes where it has just read than for one that only reads, since the writes travel
-beside the reads. "of roofline" is the bytes per second that a kernel must read and write, over those of that pass:
+Bytes are those that the mathematics needs: every operand read once, every result written once. The roofline of a kernel
+is the fastest plain pass of the same run with its mix of reads and writes: memory moves more bytes per second for a
+pass that writes where it has just read than for one that only reads, since the writes travel beside the reads. "of
+roofline" is the bytes per second that a kernel must read and write, over those of that pass:
 
     a += b     8 bytes read per element, 4 of them written back: the sign kernels that update an error in place
     a *= c     4 bytes read and written back: as many writes as reads, in place
@@ -18,29 +20,219 @@ beside the reads. "of roofline" is the bytes per second that a kernel must read 
     a = c      4 bytes written: decompression
     dot(a, b)  8 bytes read: kernels that read floats and write small messages or sums
 
-"of a += b" measures all kernels by one pass.
+"of a = b" measures all kernels by one pass, a copy.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
+import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _common import Variants, gloo_ranks, medians, parser_of, print_table
-from _kernel_cases import Case, integer_cases, sign_cases
+from _common import Variants, medians, on_ranks, parser_of, print_table
+from torch import Tensor
 
 from hf_compressopt import FusedAdam, OnebitAdam, kernels
+from hf_compressopt.kernels import (
+    AdamUpdate,
+    Average,
+    Combination,
+    Descent,
+    IntegerFormat,
+    LambMoments,
+    LambOptions,
+    LocalUpdate,
+    ParameterSync,
+    Segment,
+    any_nan,
+    library,
+    message_nbytes,
+)
+from hf_compressopt.kernels.errors import CompactErrors, Errors
+from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
+from hf_compressopt.kernels.variance import LogVariance, encode_variance_
 
 CPU = torch.device("cpu")
 AVERAGED = (2, 4, 8)  # messages
 LARGE_BUCKETS = 50.0  # MiB of float32 values; the default is 25
+BLOCK = 4096
+IN_8_BITS = 1 + 2 / 128  # bytes of an error
+SIGN = 1 / 8 + 4 / BLOCK  # bytes of an element in a message
+MOST_CYCLES = 3e9  # of a GPU in a second
+
+# -- what is timed ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call to be timed.
+
+    Attributes:
+        name: What it is called.
+        call: What runs.
+        nbytes: Bytes that it must read and write per element.
+        like: The plain pass with the same mix of reads and writes.
+    """
+
+    name: str
+    call: Callable[[], object]
+    nbytes: float
+    like: str = "a += b"
+
+
+def sign_cases(numel: int, device: torch.device, dtype: torch.dtype, averaged: tuple[int, ...]) -> list[Case]:
+    """The kernels of signs and of optimizers; one tensor of parameters or gradients has this dtype.
+
+    Args:
+        numel: Elements of the bucket.
+        device: Where they are.
+        dtype: Of parameters and gradients; all else is float32.
+        averaged: Numbers of messages that a server averages.
+    """
+    x, error, out, v, u, anchor = (torch.rand(numel, device=device) + 0.1 for _ in range(6))
+    param, grad = (torch.randn(numel, device=device).to(dtype) for _ in range(2))
+    params, grads, size = [Segment(param, 0, numel, 0)], [Segment(grad, 0, numel, 0)], param.element_size()
+    message, whole = (
+        torch.zeros(message_nbytes(numel, block), dtype=torch.uint8, device=device) for block in (BLOCK, None)
+    )
+    kernels.SignFormat(BLOCK).compress_(Combination.of(x), error, message, 1, error)
+    y, received = Average(numel, None, message, 1, BLOCK, message.numel()), message.repeat(max(averaged))
+    served, native = torch.zeros_like(message), kernels.on(device)
+    momentum = Combination(numel, device, x, 0.9, grads, 0.1)
+    last = Combination(numel, device, None, 0.9, grads, 0.1, last=y)
+    compact, codes = CompactErrors.zeros(numel, 1, device), torch.zeros(numel, dtype=torch.uint8, device=device)
+    exponent = torch.tensor([encode_variance_(v, codes)], dtype=torch.int32, device=device)
+    variance, descent = LogVariance(codes, exponent), Descent(1e-6, 1 - 1e-5, 1e-8, False)
+    lamb, factors = LambOptions(0.9, 0.999, 1e-8, 0.01, False), torch.ones(1, device=device)
+    rates, sums = torch.full((1,), 1e-6, device=device), torch.zeros(1, 3, dtype=torch.float64, device=device)
+
+    def compress(z: Combination, out: Tensor, block: int | None, error: Errors = error) -> Callable[[], object]:
+        return lambda: kernels.SignFormat(block).compress_(z, error, out, 1, error)
+
+    def average(name: str, count: int, error: Errors, each: float) -> Case:
+        form, nbytes = kernels.SignFormat(BLOCK), 2 * each + (count + 1) * SIGN
+        part = received[: count * message.numel()]
+        return Case(name, lambda: form.average_compress_(part, error, error, served, count), nbytes, "a *= c")
+
+    return [
+        Case("compress", compress(Combination.of(x), message, BLOCK), 12 + SIGN),
+        Case("compress, one scale", compress(Combination.of(x), whole, None), 20 + SIGN),
+        Case("momentum + compress", compress(momentum, message, BLOCK), 12 + size + SIGN),
+        Case(
+            "8 bits: momentum + compress",
+            compress(last, served, BLOCK, compact),
+            2 * IN_8_BITS + size + 2 * SIGN,
+            "dot(a, b)",
+        ),
+        *(average(f"average of {count}, compress", count, error, 4) for count in averaged),
+        *(average(f"8 bits: average of {count}, compress", count, compact, IN_8_BITS) for count in averaged),
+        Case("decompress", lambda: native.decompress_(y, out), 4 + SIGN, "a = c"),
+        Case("combine", lambda: native.combine_(momentum, out), 8 + size),
+        Case(
+            "decompress + Adam",
+            lambda: native.apply_adam_(AdamUpdate(y, out, v, params, descent)),
+            8 + 2 * size + SIGN,
+        ),
+        Case(
+            "8 bits: decompress + Adam",
+            lambda: native.apply_adam_(AdamUpdate(y, None, variance, params, descent)),
+            1 + 2 * size + SIGN,
+            "a *= c",
+        ),
+        Case(
+            "local step of 0/1 Adam",
+            lambda: native.local_step_(LocalUpdate(out, v, u, grads, params, 0.9, descent)),
+            20 + 3 * size,
+        ),
+        Case(
+            "decompress + sync of 0/1 Adam",
+            lambda: native.sync_parameters_(ParameterSync(y, out, anchor, v, u, params, 1.0, descent)),
+            20 + size + SIGN,
+        ),
+        Case(
+            "decompress + LAMB's moments",
+            lambda: native.lamb_moments_(LambMoments(y, out, x, v, params, factors, sums, lamb)),
+            20 + size + SIGN,
+        ),
+        Case("LAMB's step", lambda: native.lamb_apply_(out, v, params, rates, lamb), 8 + 2 * size),
+    ]
+
+
+def integer_cases(numel: int, device: torch.device, averaged: tuple[int, ...]) -> list[Case]:
+    """The kernels of messages of 4 and 8 bits, and norms; gradients are float32."""
+    grad, error, out = (torch.randn(numel, device=device) for _ in range(3))
+    whole, found = [Segment(grad, 0, numel, 0)], []
+    for bits in (4, 8):
+        form, z = IntegerFormat(bits), Combination(numel, device, grads=whole, beta=0.5)
+        message = torch.zeros(form.nbytes(numel), dtype=torch.uint8, device=device)
+        found += [
+            replace(case, name=f"int{bits}: {case.name}")
+            for case in low_bit_cases(form, z, message, error, out, averaged)
+        ]
+    sketch, squares = torch.zeros(SKETCH_NUMEL, device=device), torch.zeros((), dtype=torch.float64, device=device)
+    return [
+        *found,
+        Case("sum of squares", lambda: kernels.sum_of_squares([grad], device), 4, "dot(a, b)"),
+        Case("sum of squares + sketch", lambda: sketch_(whole, 0, 1, sketch, squares), 4, "dot(a, b)"),
+    ]
+
+
+def low_bit_cases(
+    form: IntegerFormat, z: Combination, message: Tensor, error: Tensor, out: Tensor, averaged: tuple[int, ...]
+) -> list[Case]:
+    """The kernels of a format."""
+    sent, compact = message.numel() / out.numel(), CompactErrors.zeros(out.numel(), 1, out.device)
+    form.compress_(z, error, message, 1)
+    messages, y = message.repeat(max(averaged)), form.average(out.numel(), message, 1, message.numel())
+    served = torch.zeros_like(message)
+
+    def average(name: str, count: int, error: Errors, new_error: Errors, each: float, like: str) -> Case:
+        received, nbytes = messages[: count * message.numel()], 2 * each + (count + 1) * sent
+        return Case(name, lambda: form.average_compress_(received, error, new_error, served, count), nbytes, like)
+
+    return [
+        Case("compress", lambda: form.compress_(z, error, message, 1), 8 + sent, "dot(a, b)"),
+        *(average(f"average of {count}", count, error, out, 4, "a = b") for count in averaged),
+        Case("decompress", lambda: form.decompress_(y, out), 4 + sent, "a = c"),
+        Case(
+            "compress, errors in 8 bits",
+            lambda: form.compress_(z, compact, message, 1),
+            4 + IN_8_BITS + sent,
+            "dot(a, b)",
+        ),
+        *(
+            average(f"average of {count}, errors in 8 bits", count, compact, compact, IN_8_BITS, "a *= c")
+            for count in averaged
+        ),
+        Case("any_nan", lambda: any_nan(y), 1 / 64, "dot(a, b)"),
+    ]
+
+
+def plain_passes(numel: int, device: torch.device) -> list[Case]:
+    """The rooflines."""
+    a, b, c = (torch.rand(numel, device=device) for _ in range(3))
+    zeros = torch.zeros(numel, device=device)
+    copy = partial(kernels.copy_, b, a) if device == CPU else partial(a.copy_, b)
+    return [
+        Case("a += b", lambda: a.add_(zeros), 12, "a += b"),
+        Case("a *= c", lambda: a.mul_(1.0), 8, "a *= c"),
+        Case("a = b", copy, 8, "a = b"),
+        Case("a = c", lambda: b.zero_(), 4, "a = c"),
+        Case("dot(a, b)", lambda: torch.dot(a, c), 8, "dot(a, b)"),
+    ]
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -49,114 +241,116 @@ def kernels_from(choice: str) -> Iterator[None]:
         yield
 
 
-# -- kernels ----------------------------------------------------------------------------------------------------------
+def seconds_on_gpu(variants: Variants, rounds: int) -> dict[str, float]:
+    """Median seconds of each variant by the GPU's events; it sleeps while the host launches a round, so none waits."""
+    for _ in range(3):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for call in variants.values():
+            call()
+        launching = time.perf_counter() - began
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        torch.cuda._sleep(int(2 * launching * MOST_CYCLES))
+        events = {name: [torch.cuda.Event(enable_timing=True) for _ in range(2)] for name in variants}
+        for name, call in variants.items():
+            events[name][0].record()
+            call()
+            events[name][1].record()
+        torch.cuda.synchronize()
+        for name, (start, end) in events.items():
+            times[name].append(start.elapsed_time(end) / 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
-def plain_passes(numel: int) -> list[Case]:
-    """The rooflines."""
-    a, b, c, zeros = torch.randn(numel), torch.randn(numel), torch.rand(numel), torch.zeros(numel)
-    return [
-        Case("a += b", lambda: a.add_(zeros), 12, "a += b"),
-        Case("a *= c", lambda: a.mul_(1.0), 8, "a *= c"),
-        Case("a = b", lambda: kernels.copy_(b, a), 8, "a = b"),
-        Case("a = c", lambda: b.zero_(), 4, "a = c"),
-        Case("dot(a, b)", lambda: torch.dot(a, c), 8, "dot(a, b)"),
-    ]
+def timed(variants: Variants, rounds: int, device: torch.device) -> dict[str, float]:
+    if device != CPU:
+        return seconds_on_gpu(variants, rounds)
+    return medians(variants, rounds, clock=time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
 
 
-def benchmark_kernels(numel: int, rounds: int, slow_rounds: int, signs: bool) -> None:
-    measured = sign_cases(numel, CPU, torch.float32, AVERAGED) if signs else []
-    measured += integer_cases(numel, CPU, AVERAGED)
-    everything = plain_passes(numel) + measured
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+def place(device: torch.device) -> str:
+    where = f"{torch.get_num_threads()} threads" if device == CPU else torch.cuda.get_device_name(device)
+    return f"{where}, {kernels.implementation(device)}"
+
+
+def benchmark_kernels(
+    title: str, numel: int, measured: list[Case], rounds: int, slow: int, device: torch.device
+) -> None:
+    everything = plain_passes(numel, device) + measured
     with kernels_from("native"):
-        seconds = medians({case.name: case.call for case in everything}, rounds, clock=clock)
-    with kernels_from("reference"):
-        slow: Variants = {case.name: case.call for case in measured} if slow_rounds > 0 else {}
-        others = medians(slow, slow_rounds, clock=clock)
+        seconds = timed({case.name: case.call for case in everything}, rounds, device)
+    others = {}
+    if slow > 0 and device == CPU:
+        with kernels_from("reference"):
+            others = timed({case.name: case.call for case in measured}, slow, device)
     rates = {case.name: case.nbytes * numel / seconds[case.name] for case in everything}
-    rows = [["kernel", "ms", "GB/s", "of a += b", "roofline", "of roofline", "reference / native"]]
+    rows = [["kernel", "ms", "GB/s", "of a = b", "roofline", "of roofline", "reference / native"]]
     for case in everything:
         name, rate = case.name, rates[case.name]
         slower = f"{others[name] / seconds[name]:.1f}" if name in others else ""
-        shares = f"{rate / rates['a += b']:.2f}", case.like, f"{rate / rates[case.like]:.2f}"
-        rows.append([name, f"{seconds[name] * 1e3:.2f}", f"{rate / 1e9:.1f}", *shares, slower])
-    print_table(f"{numel} elements, {torch.get_num_threads()} threads, {kernels.implementation(CPU)}", rows)
+        shares = f"{rate / rates['a = b']:.2f}", case.like, f"{rate / rates[case.like]:.2f}"
+        rows.append([name, f"{seconds[name] * 1e3:.3f}", f"{rate / 1e9:.1f}", *shares, slower])
+    print_table(f"{numel:,} elements, {title}, {place(device)}", rows)
 
 
 # -- FusedAdam --------------------------------------------------------------------------------------------------------
 
 
-def parameters(numels: list[int]) -> list[torch.nn.Parameter]:
-    params = [torch.nn.Parameter(torch.randn(numel)) for numel in numels]
+def parameters(numels: Sequence[int], device: torch.device = CPU) -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(torch.randn(numel, device=device)) for numel in numels]
     for param in params:
         param.grad = torch.randn_like(param) * 0.01
     return params
 
 
-def report(title: str, kind: str, variants: Variants, rounds: int, before: Callable[[], object] = lambda: None) -> None:
-    """Print the times of variants, and how many times that of the first one each takes. Of ranks, rank 0 prints."""
-    seconds = medians(variants, rounds, before)
+def report(title: str, kind: str, seconds: dict[str, float]) -> None:
+    """Print the times of variants, and how many times that of the first one each takes."""
     first = next(iter(seconds.values()))
     rows = [[kind, "ms", "of the first"]]
     rows += [[name, f"{value * 1e3:.3f}", f"{value / first:.2f}"] for name, value in seconds.items()]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print_table(title, rows)
+    print_table(title, rows)
 
 
-def benchmark_adam(title: str, numels: list[int], rounds: int) -> None:
+def gpt2_small() -> list[int]:
+    """Elements of the 148 tensors of GPT-2's 124M parameters."""
+    width = 768
+    block = [width, width, 3 * width**2, 3 * width, width**2, width, width, width]
+    return [50257 * width, 1024 * width, *[*block, 4 * width**2, 4 * width, 4 * width**2, width] * 12, width, width]
+
+
+def benchmark_adam(title: str, numels: Sequence[int], rounds: int, device: torch.device) -> None:
     options: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01}
     variants: Variants = {
-        "FusedAdam": FusedAdam(parameters(numels), **options).step,
-        "torch AdamW, fused": torch.optim.AdamW(parameters(numels), fused=True, **options).step,
-        "torch AdamW, foreach": torch.optim.AdamW(parameters(numels), foreach=True, **options).step,
+        "FusedAdam": FusedAdam(parameters(numels, device), **options).step,
+        "torch AdamW, fused": torch.optim.AdamW(parameters(numels, device), fused=True, **options).step,
+        "torch AdamW, foreach": torch.optim.AdamW(parameters(numels, device), foreach=True, **options).step,
     }
-    report(f"{title}, {torch.get_num_threads()} threads", "optimizer", variants, rounds)
+    report(f"{title}, {place(device)}", "optimizer", timed(variants, rounds, device))
 
 
-def benchmark_whole_step(numels: list[int], rounds: int) -> None:
+def benchmark_whole_step(numels: list[int], rounds: int, device: torch.device) -> None:
     """Unscale, clip, Adam and a bfloat16 copy."""
-    scale, max_norm = torch.ones(()), 1.0  # gradients stay unscaled, and must not vanish from step to step
-    found_inf = torch.zeros(())
+    scale, found_inf = torch.ones((), device=device), torch.zeros((), device=device)  # gradients must not vanish
     options: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01}
+    fused: Any = FusedAdam(parameters(numels, device), max_grad_norm=1.0, **options)
+    fused.copies = {p: p.detach().bfloat16() for p in fused.param_groups[0]["params"]}
+    params = parameters(numels, device)
+    copies, adamw = [p.detach().bfloat16() for p in params], torch.optim.AdamW(params, fused=True, **options)
 
-    def fused_adam(write_grads: bool) -> Callable[[], None]:
-        optimizer = FusedAdam(parameters(numels), max_grad_norm=max_norm, write_grads=write_grads, **options)
-        optimizer.copies = {p: p.detach().bfloat16() for p in optimizer.param_groups[0]["params"]}
+    def one_pass() -> None:
+        fused.grad_scale, fused.found_inf = scale, found_inf
+        fused.step()
 
-        def step() -> None:
-            optimizer.grad_scale, optimizer.found_inf = scale, found_inf
-            optimizer.step()
+    def four_passes() -> None:
+        torch._amp_foreach_non_finite_check_and_unscale_([p.grad for p in params], found_inf, scale.reciprocal())
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        adamw.step()
+        torch._foreach_copy_(copies, [p.detach() for p in params])
 
-        return step
-
-    def torch_form(fold: bool) -> Callable[[], None]:
-        params = parameters(numels)
-        copies = [p.detach().bfloat16() for p in params]
-        optimizer: Any = torch.optim.AdamW(params, fused=True, **options)
-
-        def step() -> None:
-            grads = [p.grad for p in params]
-            if fold:  # unscaled and clipped inside the fused operator
-                norm = torch.nn.utils.get_total_norm(grads) / scale
-                optimizer.grad_scale = scale / torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-                optimizer.found_inf = (~norm.isfinite()).float()
-            else:
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, scale.reciprocal())
-                torch.nn.utils.clip_grad_norm_(params, max_norm)
-            optimizer.step()
-            torch._foreach_copy_(copies, [p.detach() for p in params])
-
-        return step
-
-    variants: Variants = {
-        "FusedAdam": fused_adam(True),
-        "FusedAdam, write_grads=False": fused_adam(False),
-        "torch: unscale, clip, fused, copy": torch_form(False),
-        "torch: norm, fused, copy": torch_form(True),
-    }
+    variants: Variants = {"FusedAdam": one_pass, "torch: unscale, clip, fused, copy": four_passes}
     title = f"unscale + clip + Adam + bfloat16 copy, {sum(numels)} elements in {len(numels)} tensors"
-    report(f"{title}, {torch.get_num_threads()} threads", "step", variants, rounds)
+    report(f"{title}, {place(device)}", "step", timed(variants, rounds, device))
 
 
 # -- a step on several ranks ------------------------------------------------------------------------------------------
@@ -174,13 +368,8 @@ def compressed_step(numels: list[int], state: str, bucket_cap_mb: float = 25.0) 
     return optimizer.step
 
 
-def benchmark_step(rank: int, world_size: int, numel: int, rounds: int, store: str) -> None:
+def compare_steps(rank: int, _: Path, numels: list[int], rounds: int) -> None:
     """A compressed step of OnebitAdam against all_reduce + torch's fused AdamW, on a rank."""
-    with gloo_ranks(rank, world_size, store):
-        compare_steps([numel // 100] * 100, rounds)
-
-
-def compare_steps(numels: list[int], rounds: int) -> None:
     params = parameters(numels)
     flat = torch.cat([p.grad for p in params])  # the best case: all gradients in one buffer
     for param, grad in zip(params, flat.split(numels), strict=True):
@@ -207,36 +396,48 @@ def compare_steps(numels: list[int], rounds: int) -> None:
         "the same, state=float32, reference kernels": reference_step,
     }
     title = f"{sum(numels)} parameters, {dist.get_world_size()} gloo ranks over loopback, 1 thread each"
-    report(title, "step", variants, rounds, before=dist.barrier)
+    seconds = medians(variants, rounds, before=dist.barrier)
+    if rank == 0:
+        report(title, "step", seconds)
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--only", nargs="+", choices=["kernels", "integers", "adam", "step"], default=["kernels", "adam"]
-    )
+    parts = ["kernels", "integers", "adam", "step"]
+    parser.add_argument("--only", nargs="+", choices=parts, default=["kernels", "integers", "adam"])
+    parser.add_argument("--device", type=torch.device, default=CPU, help="cpu, cuda, cuda:1, ... (%(default)s)")
     parser.add_argument("--numel", type=int, nargs="+", default=[25_000_000, 100_000_000])
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--slow-rounds", type=int, default=3, help="of the reference")
+    parser.add_argument("--slow-rounds", type=int, default=3, help="of the reference, on a CPU")
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()
+    device: torch.device = args.device
+    if device != CPU:
+        if not torch.cuda.is_available():
+            sys.exit("benchmark_kernels: torch sees no CUDA device here, so there is nothing to measure")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    if missing := library.why_not(device):
+        sys.exit(f"benchmark_kernels: the native kernels cannot run on {device}: {missing}")
     torch.manual_seed(0)
     for threads in args.threads:
         torch.set_num_threads(threads)
-        if {"kernels", "integers"} & set(args.only):
-            for numel in args.numel:
-                benchmark_kernels(numel, args.rounds, args.slow_rounds, signs="kernels" in args.only)
+        for numel in args.numel:
+            benchmark = partial(benchmark_kernels, rounds=args.rounds, slow=args.slow_rounds, device=device)
+            if "kernels" in args.only:
+                for dtype in (torch.float32, torch.bfloat16) if device != CPU else (torch.float32,):
+                    benchmark(f"signs, {dtype}", numel, sign_cases(numel, device, dtype, AVERAGED))
+            if "integers" in args.only:
+                benchmark("4 and 8 bits", numel, integer_cases(numel, device, AVERAGED))
         if "adam" in args.only:
-            benchmark_adam("one tensor of 25000000 elements", [25_000_000], args.rounds)
-            benchmark_adam("150 tensors of 1000 elements", [1000] * 150, 20 * args.rounds)
-            benchmark_whole_step([250_000] * 100, args.rounds)
+            benchmark_adam("one tensor of 25000000 elements", [25_000_000], args.rounds, device)
+            benchmark_adam("150 tensors of 1000 elements", [1000] * 150, 20 * args.rounds, device)
+            if device != CPU:
+                benchmark_adam("GPT-2's 148 tensors, 124M elements", gpt2_small(), args.rounds, device)
+            benchmark_whole_step([250_000] * 100, args.rounds, device)
     if "step" in args.only:
-        with tempfile.TemporaryDirectory() as directory:
-            store = os.path.join(directory, "store")
-            torch.multiprocessing.spawn(
-                benchmark_step, (args.ranks, args.numel[0], args.rounds, store), nprocs=args.ranks
-            )
+        on_ranks(compare_steps, args.ranks, [args.numel[0] // 100] * 100, args.rounds)
 
 
 if __name__ == "__main__":

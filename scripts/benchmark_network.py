@@ -1,7 +1,8 @@
-"""Train over links of known speed, and compare what a step takes with every way to exchange gradients.
+"""Train over links of known speed, and compare what a step, or a whole run, takes with every way to exchange gradients.
 
-    sudo python scripts/benchmark_network.py --report network.md           # a shaped link for every rank
+    sudo python scripts/benchmark_network.py --report network.json         # a shaped link for every rank
     sudo python scripts/benchmark_network.py --nodes 2 --ranks-per-node 2  # several ranks share a shaped link
+    sudo python scripts/benchmark_network.py --whole-runs 300              # loss against time
     python scripts/benchmark_network.py --loopback                         # without the right to make networks
 
 Every rank, or every node, has a network namespace and a shaped link of its own (_slow_network.py). Each rank trains the
@@ -9,8 +10,11 @@ same GPT-2-like model, one method after the other, and that several times over, 
 meets all methods. Times are those of whole steps in the stage that a method spends most of a run in; bytes are the
 interface's own.
 
-An existing report keeps its rows of other models, numbers of ranks, links and methods. To resume an interrupted run,
-repeat its command with --missing: it measures only the rows that the report does not have.
+--whole-runs trains the model and the text of recipes/causal_lm (`--tiny`) with Trainer's defaults for each method, so
+that the warmup stage is part of the time. Evaluations do not count, neither their seconds nor their bytes.
+
+A report keeps its rows of other models, numbers of ranks, links and methods. To resume an interrupted command, repeat
+it with --missing: it measures only the rows that the report does not have.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import signal
 import statistics
 import sys
@@ -27,23 +30,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from _common import check_least, in_turn, markdown, parser_of, pyplot, small_gpt2, write_rows
-from _slow_network import (
-    RATES,
-    Network,
-    Ranks,
-    add_link_arguments,
-    check_report,
-    check_rights,
-    ranks_on_links,
-    sent_bytes,
-    serve,
-    trainer_of,
-)
+from _common import MB, REPOSITORY, check_least, in_turn, parser_of, print_table, small_gpt2, write_rows
+from _slow_network import RATES, Network, Ranks, check_rights, ranks_on_links, sent_bytes, serve, trainer_of
 
 # -- models and methods -----------------------------------------------------------------------------------------------
 
@@ -59,6 +51,9 @@ SWITCH = 3  # steps before a compressed optimizer's last stage, in which DDP als
 WARMUP = SWITCH + 5  # 0/1 Adam's intervals are at their longest then: a step at a multiple of it is a sync
 LONGEST_INTERVAL = 16  # 0/1 Adam: every window of this many steps has one sync
 LR = 1e-4
+BASELINE, UNLIMITED = "compute", "unshaped"
+RECIPE = REPOSITORY / "recipes" / "causal_lm"
+NEAR = 1.01  # of the loss that DDP ends with
 
 
 @dataclass(frozen=True)
@@ -66,131 +61,83 @@ class Method:
     """A way to exchange gradients.
 
     Attributes:
-        title: Its name in tables.
+        title: Its name in tables, in Markdown.
         optim_args: Trainer's ``--optim_args``; ``{per_node}`` stands for the ranks of a node.
         optim: Trainer's ``--optim``, by default its own default.
-        hook: DDP communication hook: "none" exchanges nothing at all, "fp16", "powersgd", or "" for DDP's own.
-        ddp_bucket_cap_mb: MiB of a bucket of DDP.
-        between: What FSDP2 sends between the nodes, in the nodes of which it shards the model: "bfloat16" or "int4";
-            "" without FSDP2.
-        rival: A method of rivals.py around AdamW, in place of Trainer's; or "".
-        rival_options: Its options.
+        stage: Further ``--optim_args`` that soon begin the stage to be measured, but for whole runs.
+        hook: DDP communication hook: "none" exchanges nothing at all, "fp16", or "" for DDP's own.
+        loop: In a plain loop instead of Trainer: what FSDP2 sends between the nodes, in the nodes of which it shards
+            the model ("bfloat16" or "int4"); "ZeRO" for torch's own; or a method of rivals.py around AdamW.
+        options: Options of the rival.
         period: Of so many steps one exchanges what the others do not.
-        bytes_per_parameter: What a rank sends in a step, by the formula; of W ranks.
+        lr: Peak learning rate of a whole run.
     """
 
     title: str
     optim_args: str = ""
     optim: str = "adamw_torch_fused"
+    stage: str = ""
     hook: str = ""
-    ddp_bucket_cap_mb: int = 25
-    between: str = ""
-    rival: str = ""
-    rival_options: Mapping[str, Any] = field(default_factory=dict)
+    loop: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
     period: int = 1
-    bytes_per_parameter: Callable[[int], float] | None = None
+    lr: float = 1e-3
 
     @property
     def needs_nodes(self) -> bool:
         """True if the method needs several ranks on a node."""
-        return bool(self.between) or "{per_node}" in self.optim_args
-
-    @property
-    def in_plain_loop(self) -> bool:
-        """True if Trainer does not train it."""
-        return bool(self.between or self.rival)
-
-
-def ring(itemsize: float) -> Callable[[int], float]:
-    """Bytes that a rank sends per parameter in an all-reduce of values of this size."""
-    return lambda world_size: 2 * (world_size - 1) / world_size * itemsize
-
-
-def low_bit(title: str, optim_args: str, bits: int = 4, optim: str = Method.optim) -> Method:
-    return Method(title, optim_args, optim, bytes_per_parameter=ring(bits / 8 + 2 / 128))  # a share of a block's scale
-
-
-def signs(title: str, optim_args: str, optim: str = "onebit_adam") -> Method:
-    return Method(title, optim_args, optim, bytes_per_parameter=ring(SIGN_BYTES))
+        return self.loop in ("bfloat16", "int4") or "{per_node}" in self.optim_args
 
 
 def local_steps(title: str, rival: str, interval: int) -> Method:
     """A method whose ranks step alone, and average parameters every ``interval`` steps."""
-    sent = ring(4 / interval)
-    return Method(title, rival=rival, rival_options={"interval": interval}, period=interval, bytes_per_parameter=sent)
+    return Method(title, loop=rival, options={"interval": interval}, period=interval)
 
 
-SIGN_BYTES = 1 / 8 + 4 / 4096  # a bit, and its share of a block's scale
 FROZEN, NODES = f"freeze_step={SWITCH}", "node_size={per_node}"
-BOTH_WAYS = "grad_compression=int4,param_compression=int4"
+INT4 = "grad_compression=int4"
+BOTH_WAYS = f"{INT4},param_compression=int4"
 LAST_STAGE = f"var_freeze_step={SWITCH},local_step_scaler=1,local_step_clipper={LONGEST_INTERVAL}"
 METHODS = {
-    "compute": Method("compute only", hook="none"),
-    "ddp": Method("DDP fp32", bytes_per_parameter=ring(4)),
-    "fp16": Method("DDP, 16-bit gradients", hook="fp16", bytes_per_parameter=ring(2)),
-    "powersgd": Method("DDP, PowerSGD rank 1", hook="powersgd", ddp_bucket_cap_mb=1000),  # one bucket, on gloo
-    "int4": low_bit("AdamW, int4 gradients", "grad_compression=int4"),
-    "int8": low_bit("AdamW, int8 gradients", "grad_compression=int8", 8),
-    "zero2": Method("ZeRO-2", optim="zero2_adamw", bytes_per_parameter=ring(4)),
-    "zero2_int4": low_bit("ZeRO-2, int4 both ways", BOTH_WAYS, optim="zero2_adamw"),
-    "zero2_levels": Method("ZeRO-2, two levels", NODES, "zero2_adamw"),
-    "onebit_adam": signs("OnebitAdam", FROZEN),
-    "onebit_adam_zero2": signs("OnebitAdam, zero_stage=2", f"{FROZEN},zero_stage=2"),
-    "zero2_int4_levels": Method("ZeRO-2, int4 both ways, two levels", f"{BOTH_WAYS},{NODES}", "zero2_adamw"),
-    "int4_levels": Method("AdamW, int4 gradients, two levels", f"grad_compression=int4,{NODES}"),
-    "onebit_adam_levels": Method("OnebitAdam, two levels", f"{FROZEN},{NODES}", "onebit_adam"),
-    "onebit_adam_late": signs("OnebitAdam, clip=late", f"{FROZEN},clip=late"),
-    "hsdp_16": Method("HSDP of FSDP2, 16-bit gradients", between="bfloat16"),
-    "hsdp_int4": Method("HSDP of FSDP2, int4 gradients between nodes", between="int4"),
-    "warmup_stage": low_bit("OnebitAdam, warmup stage", "freeze_step=100000,warmup_bits=4", optim="onebit_adam"),
-    "zero_one_adam": Method(
-        "ZeroOneAdam",
-        LAST_STAGE,
-        "zero_one_adam",
-        period=LONGEST_INTERVAL,
-        bytes_per_parameter=ring(SIGN_BYTES / LONGEST_INTERVAL),
+    "compute": Method("no-communication baseline", hook="none"),
+    "ddp": Method("DDP, float32"),
+    "fp16": Method("DDP, 16-bit gradients", hook="fp16"),
+    "int4": Method("AdamW, `grad_compression=int4`", INT4),
+    "int4_levels": Method("AdamW, `grad_compression=int4`, hierarchical", f"{INT4},{NODES}"),
+    "int8": Method("AdamW, `grad_compression=int8`", "grad_compression=int8"),
+    "zero2": Method("`zero2_adamw`", optim="zero2_adamw"),
+    "zero2_levels": Method("`zero2_adamw`, hierarchical", NODES, "zero2_adamw"),
+    "zero2_int4": Method("`zero2_adamw`, int4 both ways", BOTH_WAYS, "zero2_adamw"),
+    "zero2_int4_levels": Method("`zero2_adamw`, int4 both ways, hierarchical", f"{BOTH_WAYS},{NODES}", "zero2_adamw"),
+    "zero_torch": Method("DDP, torch's ZeroRedundancyOptimizer", loop="ZeRO"),
+    "warmup_stage": Method("`onebit_adam`, warmup stage", "freeze_step=100000,warmup_bits=4", "onebit_adam"),
+    "onebit_adam": Method("`onebit_adam`, compressed stage", "", "onebit_adam", FROZEN),
+    "onebit_adam_levels": Method("`onebit_adam`, compressed stage, hierarchical", NODES, "onebit_adam", FROZEN),
+    "onebit_adam_zero2": Method(
+        "`onebit_adam`, compressed stage, `zero_stage=2`", "zero_stage=2", "onebit_adam", FROZEN
     ),
-    "onebit_lamb": signs("OnebitLamb", FROZEN, "onebit_lamb"),
-    "powersgd_1": Method("PowerSGD rank 1", rival="PowerSGD", rival_options={"rank": 1, "start": 2}),
-    "powersgd_4": Method("PowerSGD rank 4", rival="PowerSGD", rival_options={"rank": 4, "start": 2}),
+    "onebit_adam_late": Method(
+        "`onebit_adam`, compressed stage, `overlap_comm`", "overlap_comm=true", "onebit_adam", FROZEN
+    ),
+    "zero_one_adam": Method("`zero_one_adam`, local steps", "", "zero_one_adam", LAST_STAGE, period=LONGEST_INTERVAL),
+    "onebit_lamb": Method("`onebit_lamb`, compressed stage", "", "onebit_lamb", FROZEN, lr=1e-2),
+    "hsdp_16": Method("FSDP2 in the nodes, 16 bits between them", loop="bfloat16"),
+    "hsdp_int4": Method("FSDP2 in the nodes, int4 between them", loop="int4"),
+    "powersgd_1": Method("PowerSGD, rank 1", loop="PowerSGD", options={"rank": 1, "start": 2}),
+    "powersgd_4": Method("PowerSGD, rank 4", loop="PowerSGD", options={"rank": 4, "start": 2}),
     "local_sgd_8": local_steps("LocalSGD, 8 steps", "LocalSGD", 8),
     "diloco_32": local_steps("DiLoCo, 32 steps", "DiLoCo", 32),
 }
+OF_WHOLE_RUNS = [name for name, method in METHODS.items() if not method.loop and not method.needs_nodes]
+
+Row = dict[str, Any]
 
 
-@dataclass
-class Row:
-    """The cost of one method on one link.
-
-    Attributes:
-        model: Name of the model.
-        ranks: How many trained.
-        link: Name of the link.
-        method: Key of METHODS.
-        numel: Parameters.
-        seconds: Of a step: the mean of each window of steps, one window per round.
-        sent: Bytes that left one rank's interface per step, the mean over ranks and rounds; ranks may share one.
-        per_node: Ranks that share a link.
-    """
-
-    model: str
-    ranks: int
-    link: str
-    method: str
-    numel: int
-    seconds: list[float]
-    sent: float
-    per_node: int = 1
-
-    @property
-    def place(self) -> tuple[int, ...]:
-        """The place among all rows."""
-        columns = (list(MODELS).index(self.model), self.ranks, self.per_node, list(RATES).index(self.link))
-        return *columns, list(METHODS).index(self.method)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
+def place(row: Row) -> tuple[Any, ...]:
+    """The place of a measurement, by which a report is sorted."""
+    where = (row["ranks"], row.get("per_node", 1), list(RATES).index(row["link"])) if "ranks" in row else (row["link"],)
+    model = list(MODELS).index(row["model"]) if "model" in row else -1
+    return model, *where, list(METHODS).index(row["method"])
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
@@ -221,17 +168,17 @@ class Watch:
 
 
 def train(order: dict[str, Any], interface: str) -> dict[str, Any]:
-    """Train with one method. Returns what Watch.found does."""
+    """Train with one method: a window of steps, or a whole run. Returns what a row has of it."""
     import torch
 
+    if "whole" in order:
+        return train_whole(order, interface)
     method, steps = METHODS[order["method"]], WARMUP + int(order["steps"])
     model, (*_, vocabulary, tokens) = small_gpt2(*MODELS[order["model"]]), MODELS[order["model"]]
     numel, rows = sum(p.numel() for p in model.parameters()), torch.randint(0, vocabulary, (64, tokens))
     watch = Watch(int(order["steps"]), interface)
-    if method.in_plain_loop:
-        train_in_plain_loop(model, rows, method, order["per_node"], steps, watch.end_step)
-    else:
-        train_by_trainer(model, rows, method, order["per_node"], steps, watch.end_step)
+    run = train_in_plain_loop if method.loop else train_by_trainer
+    run(model, rows, method, order["per_node"], steps, watch.end_step)
     return watch.found(numel)
 
 
@@ -252,9 +199,8 @@ def train_by_trainer(
             folder,
             Steps(),
             hook=method.hook,
-            ddp_bucket_cap_mb=method.ddp_bucket_cap_mb,
             optim=method.optim,
-            optim_args=method.optim_args.format(per_node=per_node) or None,
+            optim_args=",".join(filter(None, (method.optim_args.format(per_node=per_node), method.stage))) or None,
             per_device_train_batch_size=1,
             max_steps=steps,
             learning_rate=LR,
@@ -266,19 +212,25 @@ def train_by_trainer(
 def train_in_plain_loop(
     model: Any, rows: Any, method: Method, per_node: int, steps: int, end_step: Callable[[int], None]
 ) -> None:
-    """Train with a rival; or with FSDP2, which Accelerate offers on accelerators only."""
+    """Train with a rival, with torch's ZeRO, or with FSDP2, which Accelerate offers on accelerators only."""
     import torch
     import torch.distributed as dist
     from rivals import RIVALS, Rival
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
 
     from hf_compressopt.collectives.torch_dist import TorchCommunicator
 
-    rank, world_size, communicator = dist.get_rank(), dist.get_world_size(), TorchCommunicator()
-    if method.between:
-        shard(model, (world_size // per_node, per_node), method.between)
-    exchange = RIVALS[method.rival] if method.rival else Rival
-    rival = exchange(model.parameters(), communicator, **method.rival_options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    rank, world_size, make = dist.get_rank(), dist.get_world_size(), partial(torch.optim.AdamW, fused=True)
+    if method.needs_nodes:
+        shard(model, (world_size // per_node, per_node), method.loop)
+    if method.loop == "ZeRO":
+        model, make = (
+            DistributedDataParallel(model),
+            partial(ZeroRedundancyOptimizer, optimizer_class=make.func, fused=True),
+        )
+    optimizer = make(model.parameters(), lr=LR)
+    rival = RIVALS.get(method.loop, Rival)(model.parameters(), TorchCommunicator(), **method.options)
     for number in range(1, steps + 1):
         row = rows[((number - 1) * world_size + rank) % len(rows)].unsqueeze(0)
         model(input_ids=row, labels=row).loss.backward()
@@ -305,6 +257,87 @@ def shard(model: Any, shape: tuple[int, int], between: str) -> None:
         compress_fsdp(model, mesh, between)
 
 
+@lru_cache(maxsize=1)
+def text_and_tokenizer(evaluated: int, tokens: int) -> tuple[Any, Any]:
+    """The recipe's examples of so many tokens, some of them for evaluations, and its tokenizer."""
+    sys.path.insert(0, str(RECIPE))
+    import datasets
+    import train as recipe
+    from transformers import TrainingArguments
+
+    datasets.disable_progress_bars()
+    options = recipe.DataArguments(block_size=tokens, max_eval_samples=evaluated)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(folder, use_cpu=True, ddp_backend="gloo", report_to="none")
+        text = recipe.load_text(options)
+        tokenizer = recipe.make_tokenizer(recipe.ModelArguments(tiny=True), text, arguments)
+    return recipe.make_blocks(text, tokenizer, options), tokenizer
+
+
+def train_whole(order: dict[str, Any], interface: str) -> dict[str, Any]:
+    """Train a whole run. Returns seconds and losses at its evaluations, steps of the warmup stage, and bytes."""
+    blocks, tokenizer = text_and_tokenizer(order["evaluated"], order["tokens"])
+    import torch.distributed as dist
+    import train as recipe
+    from transformers import TrainerCallback, default_data_collator, set_seed
+
+    method, steps = METHODS[order["method"]], int(order["whole"])
+    interval = max(1, steps // 30)
+    bound = f"max_freeze_step={max(1, steps // 5)}" if method.stage else ""  # also in a run that would not freeze
+    set_seed(order["seed"])
+    model = recipe.make_model(recipe.ModelArguments(tiny=True), order["tokens"], tokenizer)
+    found: dict[str, Any] = {"seconds": [], "steps": [], "losses": [], "first": 0, "sent": 0}
+
+    class Evaluations(TrainerCallback):  # type: ignore[misc]
+        """Losses, and seconds and bytes between evaluations."""
+
+        taken = 0.0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            dist.barrier()
+            self.began, self.sent_before = time.perf_counter(), sent_bytes(interface)
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            plan = getattr(trainer.optimizer.optimizer, "plan", None)
+            found["first"] += plan is None or plan.reduce_grads
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % interval == 0:
+                dist.barrier()
+                self.taken += time.perf_counter() - self.began
+                found["sent"] += sent_bytes(interface) - self.sent_before
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+            found["seconds"].append(self.taken)
+            found["steps"].append(state.global_step)
+            found["losses"].append(metrics["eval_loss"])
+            self.on_train_begin()
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(
+            model,
+            blocks["train"],
+            folder,
+            Evaluations(),
+            hook=method.hook,
+            data={"eval_dataset": blocks["validation"], "data_collator": default_data_collator},
+            optim=method.optim,
+            optim_args=",".join(filter(None, (method.optim_args, bound))) or None,
+            per_device_train_batch_size=order["batch_size"],
+            per_device_eval_batch_size=16,
+            max_steps=steps,
+            learning_rate=method.lr,
+            lr_scheduler_type="cosine",
+            warmup_steps=steps // 10,
+            max_grad_norm=1.0,
+            eval_strategy="steps",
+            eval_steps=interval,
+            seed=order["seed"],
+        )
+        trainer.train()
+    return found
+
+
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
@@ -315,161 +348,138 @@ def steps_for(method: Method, link: str, arguments: argparse.Namespace) -> int:
     return math.ceil(steps / method.period) * method.period
 
 
-class Plan:
-    """The turns of the methods at each number of ranks, model and link.
-
-    Attributes:
-        methods: The methods that take turns, by number of ranks, model and link.
-    """
-
-    def __init__(self, arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
-        """Take all methods, with --missing only those without a row in ``rows``."""
-        known = {row.place for row in rows} if arguments.missing else set()
-        links = ["unshaped"] if arguments.loopback else arguments.links
-        self.methods: dict[tuple[int, str, str], list[str]] = {}
-        for place in itertools.product(arguments.ranks, arguments.models, links):
-            count, model, link = place
-            todo = [Row(model, count, link, name, 0, [], 0.0, arguments.ranks_per_node) for name in arguments.methods]
-            if names := [row.method for row in todo if row.place not in known]:
-                self.methods[place] = names
-        self._windows = arguments.rounds * sum(map(len, self.methods.values()))
-        self._done, self._began = 0, time.monotonic()
-
-    def progress(self) -> str:
-        """Count a window, and say how many are done and how long the others take if they are like these."""
-        self._done += 1
-        left = (time.monotonic() - self._began) * (self._windows / self._done - 1)
-        return f"{self._done} of {self._windows}, about {left / 60:.0f} min left"
+def planned(arguments: argparse.Namespace, rows: Sequence[Row]) -> dict[int, list[list[Row]]]:
+    """The rows to measure by number of ranks: those of a list take turns. With --missing only those not in ``rows``."""
+    known = {place(row) for row in rows} if arguments.missing else set()
+    links = [UNLIMITED] if arguments.loopback else arguments.links
+    found: dict[int, list[list[Row]]] = {}
+    for ranks, model, link in itertools.product(arguments.ranks, arguments.models, links):
+        if arguments.whole_runs:
+            todo = [[{"link": link, "method": name}] for name in arguments.methods]
+        else:
+            where = {"model": model, "ranks": ranks, "link": link}
+            todo = [[{**where, "method": name, "per_node": arguments.ranks_per_node} for name in arguments.methods]]
+        todo = [[row for row in turns if place(row) not in known] for turns in todo]
+        found.setdefault(ranks, []).extend(filter(None, todo))
+    return {ranks: todo for ranks, todo in found.items() if todo}
 
 
-def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks, plan: Plan) -> Iterator[list[Row]]:
-    """The rows of every model on every link; on each the methods take turns."""
-    per_node = arguments.ranks_per_node
-    for (count, model, link), names in plan.methods.items():
-        if count != len(ranks.processes):
-            continue
+def measure(
+    arguments: argparse.Namespace, network: Network | None, ranks: Ranks, todo: list[list[Row]]
+) -> Iterator[list[Row]]:
+    """The rows with what was measured, those that took turns together."""
+    shared = len(ranks.processes) if network is None else 1  # one interface for all ranks
+    windows, done, began = sum(map(len, todo)) * arguments.rounds, 0, time.monotonic()
+    for rows in todo:
+        link, measured = rows[0]["link"], {row["method"]: {**row, "seconds": [], "sent": 0.0} for row in rows}
         if network is not None:
             network.shape(RATES[link])
-        rows = {name: Row(model, count, link, name, 0, [], 0.0, per_node) for name in names}
         for number in range(arguments.rounds):
-            for name in in_turn(names, number):
-                steps = steps_for(METHODS[name], link, arguments)
-                answers = ranks.order(method=name, model=model, steps=steps, per_node=per_node)
-                mean = statistics.fmean(statistics.fmean(answer["seconds"]) for answer in answers)
-                sent = statistics.fmean(answer["sent"] for answer in answers) / steps
-                row = rows[name]
-                row.numel, row.sent = answers[0]["numel"], row.sent + sent / arguments.rounds
-                row.seconds.append(mean)
-                where = f"{model}, {count} ranks, {link}, round {number + 1}"
-                print(f"{where}: {METHODS[name].title}: {mean * 1e3:.0f} ms ({plan.progress()})", flush=True)
-        if network is None:
-            for row in rows.values():
-                row.sent /= count  # one interface for all ranks
-        yield list(rows.values())
+            for name in in_turn(list(measured), number):
+                if arguments.whole_runs:
+                    given = {key: getattr(arguments, key) for key in ("batch_size", "tokens", "seed", "evaluated")}
+                    row = ranks.order(method=name, whole=arguments.whole_runs, **given)[0]
+                    measured[name] = {"link": link, "method": name, **row, "sent": row["sent"] // shared}
+                    seconds = row["seconds"][-1]
+                else:
+                    steps, row = steps_for(METHODS[name], link, arguments), measured[name]
+                    order = {key: row[key] for key in ("method", "model", "per_node")}
+                    answers = ranks.order(**order, steps=steps)
+                    seconds = statistics.fmean(statistics.fmean(answer["seconds"]) for answer in answers)
+                    sent = statistics.fmean(answer["sent"] for answer in answers) / steps / shared
+                    row["numel"], row["sent"] = answers[0]["numel"], row["sent"] + sent / arguments.rounds
+                    row["seconds"].append(seconds)
+                done += 1
+                left = (time.monotonic() - began) * (windows / done - 1) / 60
+                where = f"{len(ranks.processes)} ranks, {link}, round {number + 1}: {name}: {seconds:.3f} s"
+                print(f"{where} ({done} of {windows}, about {left:.0f} min left)", flush=True)
+        yield list(measured.values())
 
 
-# -- the report -------------------------------------------------------------------------------------------------------
+# -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows of an earlier report, but for those of methods that are gone."""
-    return [Row(**row) for row in json.loads(path.read_text()) if row["method"] in METHODS]
+def times(rows: Sequence[Row], model: str, ranks: int, link: str, per_node: int = 1) -> dict[str, list[float]]:
+    """Milliseconds of a step, a number for each window of steps, by method."""
+    where = (model, ranks, link, per_node)
+    found = [row for row in rows if (row["model"], row["ranks"], row["link"], row.get("per_node", 1)) == where]
+    return {row["method"]: [1e3 * seconds for seconds in row["seconds"]] for row in found}
 
 
-def merged(known: Sequence[Row], fresh: Sequence[Row]) -> list[Row]:
-    """Merge new measurements with the known ones of other places, in the places' order."""
-    rows = {row.place: row for row in (*known, *fresh)}
-    return [rows[place] for place in sorted(rows)]
+def sent_megabytes(rows: Sequence[Row], model: str, ranks: int, per_node: int = 1) -> dict[str, float]:
+    """Megabytes of a step at the network interface, by method."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if (row["model"], row["ranks"], row.get("per_node", 1)) == (model, ranks, per_node):
+            found.setdefault(row["method"], []).append(row["sent"] / MB)
+    return {method: statistics.fmean(values) for method, values in found.items()}
 
 
-def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """Tables in Markdown."""
-    tokens = " or ".join(str(number) for number in sorted({MODELS[row.model][3] for row in rows}))
-    others = {METHODS[row.method].title for row in rows if METHODS[row.method].in_plain_loop}
-    plain_loop = f" (in a plain loop: {'; '.join(sorted(others))})" if others else ""
-    lines = [
-        "# Training over links of known speed",
-        "",
-        f"`scripts/benchmark_network.py` made this report with transformers' Trainer: ranks of {arguments.threads} "
-        f"thread(s) on {os.cpu_count()} CPU cores, 1 example of {tokens} tokens per rank and step{plain_loop}. "
-        "Cells show milliseconds per step: the median over rounds of the mean over a window of steps, the smallest and "
-        "the largest in brackets, and the multiple of the step that exchanges nothing. Bytes are those that left a "
-        "rank's network interface.",
-        "",
-    ]
-    if not arguments.loopback and arguments.report is not None and has_picture(rows):
-        lines += [f"![ms per step over bandwidth]({arguments.report.stem}.png)", ""]
-    for place in dict.fromkeys((row.model, row.ranks, row.per_node) for row in rows):
-        lines += [*table([row for row in rows if (row.model, row.ranks, row.per_node) == place]), ""]
-    return "\n".join(lines)
+def table_of_steps(
+    rows: Sequence[Row],
+    model: str,
+    ranks: int,
+    links: Sequence[str],
+    per_node: int = 1,
+    methods: Sequence[str] = tuple(METHODS),
+) -> list[list[str]]:
+    """Milliseconds of a step: the median, the range, and the multiple of the baseline."""
+    columns = [times(rows, model, ranks, link, per_node) for link in links]
+    megabytes = sent_megabytes(rows, model, ranks, per_node)
+    lines = [["method", *("unlimited" if link == UNLIMITED else link for link in links), "MB per step"]]
+    for method in methods:
+        if any(method in column for column in columns):
+            cells = [_milliseconds(column, method) for column in columns]
+            lines.append([METHODS[method].title, *cells, f"{megabytes[method]:.2f}" if method != BASELINE else ""])
+    return lines
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """Lines of one model on one number of ranks, so many of them on a node."""
-    ranks, numel, per_node = rows[0].ranks, rows[0].numel, rows[0].per_node
-    links = list(dict.fromkeys(row.link for row in rows))
-    nodes = "" if per_node == 1 else f" on {ranks // per_node} nodes; rates and bytes are those of a node's link"
-    lines = [f"**{rows[0].model}: {numel:,} parameters, {ranks} ranks{nodes}**", ""]
-    cells = [["", *(f"{link}, ms" for link in links), "MB sent per step", "of the formula"]]
-    compute = {row.link: row.median for row in rows if row.method == "compute"}
-    for name in METHODS:
-        its = {row.link: row for row in rows if row.method == name}
-        if not its:
-            continue
-        sent = statistics.fmean(row.sent for row in its.values())
-        formula = METHODS[name].bytes_per_parameter if per_node == 1 else None
-        share = f"{sent / (formula(ranks) * numel):.3f}" if formula else ""
-        times = [cell(its[link], compute.get(link)) if link in its else "" for link in links]
-        cells.append([METHODS[name].title, *times, f"{sent / 1e6:.3f}", share])
-    return [*lines, *markdown(cells, "right"), ""]
+def _milliseconds(column: dict[str, list[float]], method: str) -> str:
+    if method not in column:
+        return ""
+    found = column[method]
+    spread = f" ({min(found):.0f}-{max(found):.0f})" if len(found) > 1 else ""
+    multiple = f", {median(column, method) / median(column, BASELINE):.2f}x" if BASELINE in column else ""
+    return f"{statistics.median(found):.0f}{spread}{multiple}"
 
 
-def cell(row: Row, compute: float | None) -> str:
-    spread = f"{min(row.seconds) * 1e3:.0f} to {max(row.seconds) * 1e3:.0f}"
-    share = "" if compute is None else f", {row.median / compute:.2f}x"
-    return f"{row.median * 1e3:.0f} ({spread}){share}"
+def median(column: dict[str, list[float]], method: str) -> float:
+    return statistics.median(column[method])
 
 
-def plot(path: Path, rows: Sequence[Row]) -> None:
-    """Milliseconds per step over bandwidth, both logarithmic; rivals are dotted."""
-    models, counts = (list(dict.fromkeys(column)) for column in zip(*((r.model, r.ranks) for r in rows), strict=True))
-    plt, size = pyplot(), (6.5 * len(counts), 5 * len(models))
-    figure, grid = plt.subplots(len(models), len(counts), figsize=size, layout="constrained", squeeze=False)
-    drawn = [name for name in METHODS if any(row.method == name for row in rows)]
-    colours = dict(zip(drawn, itertools.cycle(plt.get_cmap("tab20").colors), strict=False))
-    labels: dict[str, Any] = {}
-    for panel, (model, ranks) in zip(grid.flat, itertools.product(models, counts), strict=True):
-        mine = [row for row in rows if (row.model, row.ranks, row.per_node) == (model, ranks, 1)]
-        mine = [row for row in mine if RATES[row.link] is not None]
-        panel.set_visible(bool(mine))
-        for name in drawn:
-            points = sorted((gigabits(row.link), row.median * 1e3) for row in mine if row.method == name)
-            if points:
-                look = {"marker": "s", "linestyle": ":"} if METHODS[name].in_plain_loop else {"marker": "o"}
-                panel.plot(*zip(*points, strict=True), label=METHODS[name].title, color=colours[name], **look)
-        panel.set(xscale="log", yscale="log", xlabel="link of each rank, Gbit/s", ylabel="ms per step")
-        panel.set_title(f"{model} parameters, {ranks} ranks")
-        panel.grid(True, which="both", alpha=0.2)
-        labels |= {label: line for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
-    figure.legend(labels.values(), labels.keys(), loc="outside right upper")
-    figure.savefig(path, dpi=110)
+def table_of_runs(rows: Sequence[Row], links: Sequence[str], methods: Sequence[str] = OF_WHOLE_RUNS) -> list[list[str]]:
+    """Seconds of a whole run, and until the loss is DDP's last one plus 1 %."""
+    found = {(row["method"], row["link"]): row for row in rows}
+    target = NEAR * found["ddp", links[0]]["losses"][-1]
+    lines = [["method", *(f"{link}, s: run / to the loss" for link in links), "final loss"]]
+    for method in methods:
+        if method != BASELINE and (method, links[0]) in found:
+            its = [found[method, link] for link in links]
+            cells = [f"{row['seconds'][-1]:.0f} / {_reached(row, target)}" for row in its]
+            title = METHODS[method].title.removesuffix(", compressed stage")
+            lines.append([title, *cells, f"{its[0]['losses'][-1]:.3f}"])
+    return lines
 
 
-def write_report(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
-    """The Markdown file, and beside it the rows and, of links, the picture."""
-    arguments.report.write_text(report(rows, arguments))
-    write_rows(arguments.report, rows)
-    if not arguments.loopback and has_picture(rows):
-        plot(arguments.report.with_suffix(".png"), rows)
+def _reached(row: Row, target: float) -> str:
+    """Seconds at which the loss was there, by interpolation between two evaluations."""
+    curve = list(zip(row["seconds"], row["losses"], strict=True))
+    for (t0, a), (t1, b) in itertools.pairwise(curve):
+        if b <= target:
+            return f"{t0 + (t1 - t0) * (a - target) / (a - b):.0f}"
+    return "never"
 
 
-def has_picture(rows: Sequence[Row]) -> bool:
-    """Only ranks with links of their own are drawn."""
-    return any(row.per_node == 1 for row in rows)
-
-
-def gigabits(link: str) -> float:
-    return (RATES[link] or math.inf) / 1e9
+def print_tables(rows: Sequence[Row], *, whole: bool) -> None:
+    if whole:
+        return print_table("Whole runs", table_of_runs(rows, list(dict.fromkeys(row["link"] for row in rows))))
+    for model, ranks, per_node in dict.fromkeys((row["model"], row["ranks"], row["per_node"]) for row in rows):
+        links = [link for link in RATES if times(rows, model, ranks, link, per_node)]
+        nodes = "" if per_node == 1 else f" on {ranks // per_node} nodes; bytes are those of a node's link"
+        print_table(
+            f"{model}, {ranks} ranks{nodes}; milliseconds of a step",
+            table_of_steps(rows, model, ranks, links, per_node),
+        )
 
 
 # -- main -------------------------------------------------------------------------------------------------------------
@@ -482,29 +492,48 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, default=1, help="that share a link (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of each rank (%(default)s)")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["10M", "30M"])
-    add_link_arguments(parser, list(RATES))
+    parser.add_argument("--links", nargs="+", choices=list(RATES), default=list(RATES))
+    parser.add_argument("--loopback", action="store_true", help="no namespaces, no shaping")
+    parser.add_argument("--report", type=Path, help="JSON file of the rows")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="all of the package and of torch")
     parser.add_argument("--rounds", type=int, default=3, help="how often the methods take turns (%(default)s)")
     parser.add_argument("--steps", type=int, default=LONGEST_INTERVAL, help="measured in each turn (%(default)s)")
     parser.add_argument("--slow-steps", type=int, default=4, help="the same at 100 Mbit/s (%(default)s)")
     parser.add_argument("--missing", action="store_true", help="only what the report does not have yet")
+    parser.add_argument("--whole-runs", type=int, default=0, metavar="STEPS", help="train whole runs instead")
+    for name, value, what in (
+        ("batch-size", 4, "examples per rank and step"),
+        ("tokens", 128, "of an example"),
+        ("evaluated", 64, "examples of an evaluation"),
+        ("seed", 42, "of model and data"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"of whole runs: {what} (%(default)s)")
     arguments = parser.parse_args()
     least = {"ranks": 2, "ranks_per_node": 1, "threads": 1, "rounds": 1, "steps": 2, "slow_steps": 2}
-    check_least(parser, arguments, least)
+    check_least(parser, arguments, {**least, "batch_size": 1, "tokens": 2, "evaluated": 1})
     shared = arguments.ranks_per_node > 1
     if shared and (arguments.nodes is None or arguments.nodes < 2 or arguments.loopback):
         parser.error("--ranks-per-node needs --nodes of 2 or more, and links of their own: no --loopback")
     if arguments.nodes is not None:
         arguments.ranks = [arguments.nodes * arguments.ranks_per_node]
-    levels = [name for name, method in METHODS.items() if method.needs_nodes]
+    levels = {name for name, method in METHODS.items() if method.needs_nodes}
     if arguments.methods is None:
-        mine = [name for name, method in METHODS.items() if not method.rival]
-        arguments.methods = [name for name in mine if shared or name not in levels]
-    if not shared and set(levels) & set(arguments.methods):
-        parser.error(f"--methods: {', '.join(levels)} need --ranks-per-node of 2 or more")
+        others = {name for name, method in METHODS.items() if method.loop} - levels
+        arguments.methods = [name for name in METHODS if name not in others and (shared or name not in levels)]
+        if arguments.whole_runs:
+            arguments.methods = ["compute", "ddp", "fp16", "int4", "onebit_adam", "zero_one_adam", "onebit_lamb"]
+    if not shared and levels & set(arguments.methods):
+        parser.error(f"--methods: {', '.join(sorted(levels))} need --ranks-per-node of 2 or more")
+    if arguments.whole_runs:
+        check_least(parser, arguments, {"whole_runs": 10})
+        if "ddp" not in arguments.methods or not set(arguments.methods) <= set(OF_WHOLE_RUNS):
+            parser.error(f"--methods of --whole-runs must have ddp, the target; legal are {', '.join(OF_WHOLE_RUNS)}")
+        arguments.rounds, arguments.models = 1, arguments.models[:1]
     if arguments.missing and arguments.report is None:
         parser.error("--missing needs --report: the file whose rows are not measured again")
-    check_report(parser, arguments.report)
+    if arguments.report is not None and not arguments.report.resolve().parent.is_dir():
+        parser.error(f"--report: there is no folder {arguments.report.parent}: make it first")
     return arguments
 
 
@@ -515,22 +544,22 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if not arguments.loopback:
         check_rights()
-    rows: list[Row] = []
-    if arguments.report is not None and (data := arguments.report.with_suffix(".json")).exists():
-        rows = read_rows(data)
-    plan = Plan(arguments, rows)
+    rows: dict[tuple[Any, ...], Row] = {}
+    if arguments.report is not None and arguments.report.exists():
+        known = json.loads(arguments.report.read_text())
+        rows = {place(row): row for row in known if row["method"] in METHODS}
     try:
-        for count in dict.fromkeys(count for count, _, _ in plan.methods):
+        for count, todo in planned(arguments, list(rows.values())).items():
             per_node, loopback = arguments.ranks_per_node, arguments.loopback
             links = ranks_on_links(count, arguments.threads, __file__, loopback=loopback, per_node=per_node)
             with links as (network, ranks):
-                for fresh in measure(arguments, network, ranks, plan):
-                    rows = merged(rows, fresh)
+                for fresh in measure(arguments, network, ranks, todo):
+                    rows |= {place(row): row for row in fresh}
                     if arguments.report is not None:
-                        write_report(rows, arguments)
+                        write_rows(arguments.report, [rows[where] for where in sorted(rows)])
     except KeyboardInterrupt:
-        sys.exit("interrupted; nothing is left behind but the report of the links that were done")
-    print(f"\n{report(rows, arguments)}")
+        sys.exit("interrupted; nothing is left behind but the report of the rows that were done")
+    print_tables([rows[where] for where in sorted(rows)], whole=bool(arguments.whole_runs))
 
 
 if __name__ == "__main__":

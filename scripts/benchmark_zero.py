@@ -1,25 +1,20 @@
 """Memory, traffic and step time of ZeroOptimizer beside DDP, torch's ZeroRedundancyOptimizer and FSDP2.
 
-    python scripts/benchmark_zero.py --out docs/benchmarks_zero.json
+    python scripts/benchmark_zero.py --out zero.json
 
 Every variant trains the same GPT-2-like model on the same tokens. Each is built, run and torn down in turn, and that
 several times over, so that a slow spell of the machine meets all of them. What is measured, on each rank:
 
 - live bytes: every tensor storage that is alive, counted by a dispatch mode as they come and go (one untimed pass), at
   the end of backward and after the step; of these parameters, gradients, optimizer state and master weights by holder;
-  the rest is buckets and whatever else a variant keeps.
-- RSS at the same moments, from /proc.
+  the rest is buckets and whatever else a variant keeps. For ZeRO the formula without buckets stands beside them.
+- RSS at the end of backward, from /proc.
 - bytes sent: what the loopback interface carried per step and rank (headers included): keep the machine idle.
 - step time: forward, backward, step, gradients thrown away; the median over all rounds.
-
-The formulas beside it, bytes per parameter with N ranks: float32 stage 1 8 + 8/N, stage 2 4 + 12/N; bfloat16 with
-float32 masters 4 + 12/N and 2 + 14/N; each plus two buckets. Bytes sent: 2 psi (N-1)/N parameters.
 """
 
 import gc
-import json
 import statistics
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
@@ -31,8 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from _common import MIB, gloo_ranks, in_turn, markdown, parser_of, small_gpt2, write_measurements
+from _common import MIB, Table, in_turn, on_ranks, parser_of, print_table, small_gpt2, write_measurements
 from _slow_network import sent_bytes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -195,13 +189,7 @@ def measure_time(make: Callable[[dict[str, Any]], Training], options: dict[str, 
     return seconds, sent
 
 
-def work(rank: int, world_size: int, options: dict[str, Any], folder: str) -> None:
-    with gloo_ranks(rank, world_size, f"{folder}/store{world_size}", options["threads"]):
-        found = measure_variants(rank, world_size, options)
-    Path(folder, f"{world_size}-{rank}.json").write_text(json.dumps(found))
-
-
-def measure_variants(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
+def measure_variants(rank: int, _: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Memory of each variant, then its times: in each round the variants take turns."""
     names = [name for name in VARIANTS if options["only"] is None or options["only"] in name]
     result: dict[str, Any] = {name: {"seconds": [], "sent": []} for name in names}
@@ -216,31 +204,24 @@ def measure_variants(rank: int, world_size: int, options: dict[str, Any]) -> dic
             result[name]["sent"].append(sent)
             release_memory()
             if rank == 0:
-                print(f"{world_size} ranks, round {number + 1}: {name}: {statistics.median(seconds):.3f} s", flush=True)
+                print(f"round {number + 1}: {name}: {statistics.median(seconds):.3f} s", flush=True)
     return result
 
 
-def table(ranks: list[dict[str, Any]], world_size: int, dtype: str) -> list[str]:
-    heading = f"{world_size} ranks, {dtype}, buckets of {BUCKET_MB:g} MiB (MiB; the largest of all ranks; median step)"
-    columns = ["parameters", "gradients", "states", "live after backward", "formula (+ 2 buckets)", "live after step"]
-    columns += ["RSS after backward", "sent per step", "sent / (2 psi (N-1)/N)", "step, s", "/ DDP"]
-    rows = [["", *columns]]
-    base = statistics.median(ranks[0][DDP]["seconds"]) if DDP in ranks[0] else float("nan")
+def table(ranks: list[dict[str, Any]], dtype: str) -> Table:
+    """MiB of the rank that has most, and medians of bytes and times."""
+    rows = [["method", "parameters", "gradients", "state", "other", "all", "formula", "after step", "RSS", "sent", "s"]]
     kind = getattr(torch, dtype)
     for name, found in ranks[0].items():
-        memory = {key: max(r[name]["memory"][key] for r in ranks) for key in found["memory"]}
-        numel, formula = ranks[0].get(DDP, found)["memory"]["numel"], ""
+        most = {key: max(rank[name]["memory"][key] for rank in ranks) for key in found["memory"]}
+        known, formula = [most[key] for key in ("parameters", "gradients", "states")], 0
         if name.startswith("ZeroOptimizer"):
-            estimate = estimate_zero_memory(numel, world_size, int(name[-1]), dtype=kind, bucket_cap_mb=0)
-            formula = f"{estimate.total / MIB:.0f} (+ {2 * BUCKET_MB:.0f})"
-        volume = 2 * numel * kind.itemsize * (world_size - 1) / world_size
-        sent = statistics.median(found["sent"])
-        seconds = statistics.median(statistics.median(r[name]["seconds"]) for r in ranks)
-        shown = (f"{memory[key] / MIB:.0f}" for key in ("parameters", "gradients", "states", "after_backward"))
-        after = (f"{memory[key] / MIB:.0f}" for key in ("after_step", "rss"))
-        wire = f"{sent / MIB:.1f}", f"{sent / volume:.3f}"
-        rows.append([name, *shown, formula, *after, *wire, f"{seconds:.3f}", f"{seconds / base:.3f}"])
-    return [heading, "", *markdown(rows), ""]
+            formula = estimate_zero_memory(most["numel"], len(ranks), int(name[-1]), dtype=kind, bucket_cap_mb=0).total
+        memory = [*known, most["after_backward"] - sum(known), most["after_backward"], formula, most["after_step"]]
+        seconds = statistics.median(statistics.median(rank[name]["seconds"]) for rank in ranks)
+        sent = statistics.median(found["sent"]) / MIB
+        rows.append([name, *(f"{n / MIB:.0f}" for n in (*memory, most["rss"])), f"{sent:.1f}", f"{seconds:.3f}"])
+    return rows
 
 
 def main() -> None:
@@ -257,11 +238,9 @@ def main() -> None:
     out = options.pop("out")
     measured: dict[str, Any] = {}
     for world_size in options["ranks"]:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(work, args=(world_size, options, folder), nprocs=world_size)
-            ranks = [json.loads(Path(folder, f"{world_size}-{rank}.json").read_text()) for rank in range(world_size)]
-        measured[str(world_size)] = ranks
-        print("\n" + "\n".join(table(ranks, world_size, options["dtype"])), flush=True)
+        ranks = measured[str(world_size)] = on_ranks(measure_variants, world_size, options, threads=options["threads"])
+        title = f"{world_size} ranks, {options['dtype']}, buckets of {BUCKET_MB:g} MiB; MiB of the rank with most"
+        print_table(title, table(ranks, options["dtype"]))
     write_measurements(out, options, **measured)
 
 

@@ -4,15 +4,15 @@ No kernel may spill more than a few bytes of registers, and every kernel that st
 bits at a time. With --table, it prints the loads that a thread has under way at once, counted in the machine code, and
 what a multiprocessor so has under way beside what an H100 needs to reach the roof of its memory.
 
-Needs nvcc and cuobjdump: of the CUDA toolkit, or `pip install nvidia-cuda-cuobjdump`. One kernel file takes some
-seconds to a minute per architecture.
+Needs nvcc, and cuobjdump and nvdisasm: of the CUDA toolkit, or `pip install nvidia-cuda-cuobjdump
+nvidia-cuda-nvdisasm`. One kernel file takes some seconds to a minute per architecture.
 
 Usage: check_cuda.py [--architectures 75 80 ...] [--cuobjdump PATH] [--table]
 """
 
 from __future__ import annotations
 
-import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -21,8 +21,9 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ROOT / "hf_compressopt" / "kernels" / "csrc" / "cuda"
+from _common import REPOSITORY, parser_of
+
+SOURCES = REPOSITORY / "hf_compressopt" / "kernels" / "csrc" / "cuda"
 SPILL_BUDGET = 16  # bytes of a thread
 THREADS = 256
 REGISTERS = 65_536  # of a multiprocessor
@@ -61,7 +62,7 @@ MOVES = {
 
 @dataclass
 class Kernel:
-    """What the tools say of a kernel for one architecture."""
+    """Findings of the tools on a kernel for one architecture."""
 
     name: str
     registers: int = 0
@@ -110,9 +111,13 @@ def compiled(source: Path, architecture: str, folder: Path) -> tuple[Path, dict[
 
 def machine_code(cuobjdump: str, cubin: Path) -> dict[str, list[str]]:
     """The instructions of each kernel."""
-    text = subprocess.run([cuobjdump, "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
+    path = f"{Path(cuobjdump).parent}:{os.environ['PATH']}"  # it calls nvdisasm
+    environment = {**os.environ, "PATH": path}
+    result = subprocess.run([cuobjdump, "-sass", str(cubin)], capture_output=True, text=True, env=environment)
+    if result.returncode != 0:
+        raise SystemExit(f"{cuobjdump} cannot read {cubin.name}:\n{result.stderr}")
     functions: dict[str, list[str]] = {}
-    for line in text.splitlines():
+    for line in result.stdout.splitlines():
         if match := re.search(r"Function : (\S+)", line):
             lines = functions.setdefault(match[1], [])
         elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?) ?;", line):
@@ -158,7 +163,7 @@ def kernels(source: Path, architecture: str, cuobjdump: str, folder: Path) -> li
 
 
 def complaints(kernel: Kernel) -> list[str]:
-    """What is wrong with a kernel."""
+    """List the faults of a kernel."""
     found = []
     if kernel.spills > SPILL_BUDGET:
         found.append(f"spills {kernel.spills} bytes of registers, at most {SPILL_BUDGET} are allowed")
@@ -180,20 +185,22 @@ def find_cuobjdump() -> str | None:
 
 
 def architectures() -> list[str]:
-    """Those that the library is built for, as far as nvcc knows them."""
-    wanted = re.search(r"set\(ALL_ARCHITECTURES ([\d ]+)\)", (ROOT / "cmake" / "Architectures.cmake").read_text())
+    """Architectures that the library is built for, as far as nvcc knows them."""
+    wanted = re.search(r"set\(ALL_ARCHITECTURES ([\d ]+)\)", (REPOSITORY / "cmake" / "Architectures.cmake").read_text())
     known = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
     return [name for name in (wanted[1].split() if wanted else ()) if f"compute_{name}\n" in known + "\n"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--architectures", nargs="+", metavar="NUMBER")
     parser.add_argument("--cuobjdump", default=find_cuobjdump())
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if not shutil.which("nvcc") or not options.cuobjdump:
-        raise SystemExit("needs nvcc and cuobjdump: of the CUDA toolkit, or `pip install nvidia-cuda-cuobjdump`")
+        raise SystemExit(
+            "needs nvcc and cuobjdump: of the CUDA toolkit, or `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`"
+        )
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         for architecture in options.architectures or architectures():

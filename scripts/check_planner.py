@@ -122,14 +122,12 @@ def main() -> int:
         return 2
     largest = max(errors, key=abs)
     mean = statistics.fmean(map(abs, errors))
-    lines = markdown(cells)
-    print("\n".join([lines[0], "|---|---:|---|---|---:|---:|---:|", *lines[2:]]))
-    print(f"\n{len(errors)} rows; error {mean:.1%} in the mean, {largest:+.1%} at most")
+    print(f"{markdown(cells)}\n{len(errors)} rows; error {mean:.1%} in the mean, {largest:+.1%} at most")
     return int(abs(largest) > arguments.bound)
 
 
 def place(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Where a row was measured; what computing takes there is in the same file."""
+    """The place of a measurement, where a baseline stands in the same file."""
     return tuple(row[name] for name in ("file", "model", "ranks", "per_node", "link"))
 
 

@@ -1,10 +1,10 @@
-"""Train small language models with every optimizer and some of their options, and compare loss, bytes and rounds.
+"""Train small language models with every optimizer and some of their options, and compare loss and bytes.
 
 A plain torch loop with the production optimizers and messages on gloo processes, with the same global batch whatever
 the number of ranks. Every finished run is one line of OUTPUT/rows.jsonl. A run that has its line, or a row in the JSON
-beside the report, is not repeated: an interrupted script goes on where it was, and a published report can be extended.
-To run something again, remove its row. The report is Markdown; beside it lie a picture and the rows as JSON. In a
-report that is there already only the text between `<!-- table NAME -->` and `<!-- end of table -->` changes.
+of --report, is not repeated: an interrupted script goes on where it was, and published results can be extended. To run
+something again, remove its row. `make_tables.py` writes the tables and pictures of the documentation from
+scripts/results/convergence.json.
 """
 
 from __future__ import annotations
@@ -12,24 +12,32 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
-import re
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _common import MB, check_least, logarithmic, markdown, parser_of, pyplot
-from _convergence import ALL_RUNS, GLOBAL_BATCH, ONE_SEED, RUNS, TUNING, WORLD_SIZES, Run, partner, pretrain, train
+from _common import MB, check_least, parser_of, print_table
+from _convergence import (
+    ALL_RUNS,
+    GLOBAL_BATCH,
+    ONE_SEED,
+    RUNS,
+    TUNING,
+    WORLD_SIZES,
+    Run,
+    missing,
+    partner,
+    pretrain,
+    train,
+)
 from _slow_network import ranks_on_links, serve
+from make_tables import against, fewer, losses, percent
 
-COLOURS = dict(zip(RUNS["optimizers"], ("#1f6fb4", "#7a7a7a", "#7b4ea3", "#d1495b", "#2a9d5c", "#e09f3e"), strict=True))
-OPEN, CLOSE = "<!-- table {} -->", "<!-- end of table -->"
 Key = tuple[str, int, int, int]
-Rows = dict[int, dict[str, Any]]  # by seed
 
 # -- running ----------------------------------------------------------------------------------------------------------
 
@@ -52,6 +60,9 @@ def jobs(arguments: argparse.Namespace) -> list[Key]:
     found: dict[Key, None] = {}
     for group, chosen in RUNS.items():
         runs = [run for run in chosen.values() if group in arguments.only or run.name in arguments.only]
+        for run in filter(missing, runs):
+            print(f"SKIPPED {run.name}: python scripts/real_models.py fetches {', '.join(missing(run))}", flush=True)
+        runs = [run for run in runs if not missing(run)]
         places = itertools.product(seeds_of(group, arguments), world_sizes_of(group, arguments), runs)
         found |= {(run.name, world_size, seed, steps_of(run, arguments)): None for seed, world_size, run in places}
     return list(found)
@@ -83,35 +94,10 @@ def run_all(todo: Sequence[Key], rows_file: Path) -> None:
 
 
 def read_rows(rows_file: Path, report: Path) -> list[dict[str, Any]]:
-    """The rows of finished runs; those beside the report first, unless there is a newer one."""
-    published = report.with_suffix(".json")
-    rows = json.loads(published.read_text()) if published.exists() else []
+    """The rows of finished runs; those of the report first, unless there is a newer one."""
+    rows = json.loads(report.read_text()) if report.exists() else []
     rows += map(json.loads, rows_file.read_text().splitlines()) if rows_file.exists() else []
-    return list({key_of(row): row for row in rows}.values())
-
-
-# -- the report -------------------------------------------------------------------------------------------------------
-
-
-class Results:
-    """The rows that are known, and of them those that belong to a report: with its numbers of steps and its seeds."""
-
-    def __init__(self, rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
-        self.known = [rounded(row) for row in rows]
-        seeds = {*arguments.seeds, *arguments.tuning_seeds}
-        mine = (row for row in self.known if row["name"] in ALL_RUNS and row["seed"] in seeds)
-        self.rows = [row for row in mine if row["steps"] == steps_of(ALL_RUNS[row["name"]], arguments)]
-
-    def __call__(self, run: Run | None, world_size: int, seeds: Sequence[int]) -> Rows:
-        name = run and run.name
-        rows = [row for row in self.rows if row["name"] == name and row["world_size"] == world_size]
-        return {row["seed"]: row for row in rows if row["seed"] in seeds}
-
-    def partner_of(self, run: Run, world_size: int, seeds: Sequence[int]) -> Rows:
-        """Return the uncompressed run's losses, or those at another number of ranks, which changes dropout only."""
-        other = partner(run)
-        found = (self(other, size, seeds) for size in (world_size, *sorted({row["world_size"] for row in self.rows})))
-        return next((rows for rows in found if rows), {})
+    return list({key_of(row): rounded(row) for row in rows}.values())
 
 
 def rounded(value: Any) -> Any:
@@ -123,129 +109,28 @@ def rounded(value: Any) -> Any:
     return round(value, 5) if isinstance(value, float) else value
 
 
-def loss_cell(rows: Rows, _: Rows) -> str:
-    losses = [row["eval_loss"] for row in rows.values()]
-    if None in losses:
-        return f"not finite at {losses.count(None)} of {len(losses)} seeds"
-    return f"{statistics.fmean(losses):.4f} ({min(losses):.3f} to {max(losses):.3f})"
-
-
-def differences(rows: Rows, others: Rows) -> tuple[float, list[float]] | None:
-    """In per cent: that of the means, and that at each seed; None if there is no number."""
-    pairs = [(rows[seed]["eval_loss"], others[seed]["eval_loss"]) for seed in rows.keys() & others.keys()]
-    if not pairs or any(None in pair for pair in pairs):
-        return None
-    mine, theirs = (statistics.fmean(losses) for losses in zip(*pairs, strict=True))
-    return 100 * (mine / theirs - 1), [100 * (a / b - 1) for a, b in pairs]
-
-
-def difference_cell(rows: Rows, others: Rows) -> str:
-    """Of the means; and the smallest and the largest difference at one seed."""
-    found = differences(rows, others)
-    return f"{found[0]:+.2f} ({min(found[1]):+.2f} to {max(found[1]):+.2f})" if found else ""
-
-
-def bytes_cell(rows: Rows, others: Rows) -> str:
-    """Megabytes; for a compressed run also how many times fewer than those of an all-reduce in float32."""
-    sent = statistics.fmean(row["bytes"] for row in rows.values())
-    if not others:
-        return f"{sent / MB:,.1f}"
-    row = next(iter(rows.values()))
-    ring = 2 * (row["world_size"] - 1) / row["world_size"] * 4 * row["parameters"] * row["steps"]
-    return f"{sent / MB:,.1f} ({ring / sent:.1f}x fewer)"
-
-
-def values_cell(key: str) -> Callable[[Rows, Rows], str]:
-    """A number that is mostly the same at every seed."""
-    return lambda rows, _: ", ".join(f"{value:,}" for value in sorted({row[key] for row in rows.values()} - {None}))
-
-
-LOSS, ROUNDS, SWITCH = "evaluation loss", "rounds", "last step of the warmup stage"
-DIFFERENCE, SENT = "against the uncompressed, %", "MB sent per rank"
-CELLS: dict[str, Callable[[Rows, Rows], str]] = {
-    LOSS: loss_cell,
-    DIFFERENCE: difference_cell,
-    SENT: bytes_cell,
-    ROUNDS: values_cell("rounds"),
-    SWITCH: values_cell("switch"),
-}
-#: What the table of a group shows beside loss, difference and bytes, or instead of them.
-COLUMNS = {
-    **{group: [LOSS, DIFFERENCE, SENT] for group in RUNS},
-    "optimizers": list(CELLS),
-    **dict.fromkeys(("GPT-2", "fine-tuning"), [LOSS, DIFFERENCE, SENT, SWITCH]),
-    **dict.fromkeys(ONE_SEED, [LOSS]),
-}
-
-
-def table(group: str, results: Results, arguments: argparse.Namespace) -> str:
-    """The rows of one group as Markdown."""
-    columns = COLUMNS[group]
-    lines = [["run", "ranks", "seeds", *columns]]
+def print_group(group: str, rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Print the loss of each run of a group, against the uncompressed run's, and megabytes sent by a rank."""
+    lines = [["run", "ranks", "seeds", "evaluation loss", "against the uncompressed", "MB sent", "fewer bytes"]]
+    if group == "classification":
+        lines[0].append("accuracy")
     seeds = seeds_of(group, arguments)
-    for world_size in world_sizes_of(group, arguments):
-        for run in RUNS[group].values():
-            if rows := results(run, world_size, seeds):
-                others = results.partner_of(run, world_size, seeds)
-                lines.append(
-                    [run.name, str(world_size), str(len(rows)), *(CELLS[name](rows, others) for name in columns)]
-                )
-    return "\n".join(markdown(lines, "right"))
-
-
-def plot(path: Path, results: Results, arguments: argparse.Namespace) -> None:
-    """Evaluation loss of the group "optimizers" against steps and bytes: means over seeds, and bands of their range."""
-    plt, world_sizes = pyplot(), arguments.world_sizes
-    size = (13, 5 * len(world_sizes))
-    figure, grid = plt.subplots(len(world_sizes), 2, figsize=size, sharey=True, layout="constrained", squeeze=False)
-    for world_size, panels in zip(world_sizes, grid, strict=True):
-        for panel, key, unit in zip(panels, ("step", "bytes"), (1, MB), strict=True):
-            for run in RUNS["optimizers"].values():
-                if rows := results(run, world_size, arguments.seeds):
-                    draw(panel, run, rows, key, unit)
-            panel.set(title=f"{world_size} ranks: loss against {key}", ylabel="evaluation loss (nats per token)")
-            panel.set(xlabel="optimizer steps" if key == "step" else "megabytes sent by each rank so far (logarithmic)")
-            panel.grid(True, which="both", alpha=0.2)
-        panels[0].legend()
-        logarithmic(panels[1])
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def draw(panel: Any, run: Run, rows: Rows, key: str, unit: float) -> None:
-    """One curve; the compressed optimizers are dashed, so that the others show where they coincide."""
-    points = list(zip(*(row["curve"] for row in rows.values()), strict=True))
-    losses = [[math.nan if point["eval"] is None else point["eval"] for point in seeds] for seeds in points]
-    where = [statistics.fmean(point[key] for point in seeds) / unit for seeds in points]
-    look = {"linestyle": "-", "marker": "o"} if run.plain else {"linestyle": (0, (4, 1.5)), "marker": "s"}
-    colour = COLOURS[run.name]
-    panel.plot(where, [statistics.fmean(seeds) for seeds in losses], label=run.name, color=colour, markersize=4, **look)
-    panel.fill_between(where, [min(s) for s in losses], [max(s) for s in losses], color=colour, alpha=0.15, linewidth=0)
-
-
-def write_report(path: Path, results: Results, arguments: argparse.Namespace) -> None:
-    """The Markdown file, and beside it the picture and the rows, one per line."""
-    if path.exists():
-        text = path.read_text()
-    else:
-        text = f"# Convergence\n\n![loss against steps and bytes]({path.stem}.png)\n\n"
-        text += "\n\n".join(f"## {group}\n\n{OPEN.format(group)}\n{CLOSE}" for group in RUNS) + "\n"
-    path.write_text(rendered(text, results, arguments))
-    plot(path.with_suffix(".png"), results, arguments)
-    rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in results.known)
-    path.with_suffix(".json").write_text(f"[\n{rows}\n]\n")
-
-
-def rendered(text: str, results: Results, arguments: argparse.Namespace) -> str:
-    """The page with its tables anew."""
-    for group in RUNS:
-        lines = table(group, results, arguments)
-        place = re.compile(f"(?<={re.escape(OPEN.format(group))}\n).*?(?={re.escape(CLOSE)})", re.DOTALL)
-        if place.search(text):
-            text = place.sub(lambda _, lines=lines: f"{lines}\n", text, count=1)  # type: ignore[misc]
-        elif lines.count("\n") > 1:
-            text += f"\n## {group}\n\n{OPEN.format(group)}\n{lines}\n{CLOSE}\n"
-    return text
+    for ranks, run in itertools.product(world_sizes_of(group, arguments), RUNS[group].values()):
+        mine = [
+            row for row in rows if row["seed"] in seeds and row["steps"] == steps_of(ALL_RUNS[row["name"]], arguments)
+        ]
+        if found := losses(run.name, ranks, mine):
+            values, other = [row["eval_loss"] for row in found.values()], partner(run)
+            finite = [value for value in values if value is not None]
+            mean = f"{statistics.fmean(finite):.4f}" if len(finite) == len(values) else "not finite"
+            difference = "" if other is None else percent(against(run.name, other.name, ranks, mine))
+            sent = statistics.fmean(row["bytes"] for row in found.values()) / MB
+            cells = mean, difference, f"{sent:,.1f}", f"{fewer(run.name, ranks, mine):.1f}x"
+            scores = [row["accuracy"] for row in found.values() if "accuracy" in row]
+            lines.append([run.name, str(ranks), str(len(values)), *cells])
+            lines[-1] += [f"{statistics.fmean(scores):.4f}"] if scores else []
+    if len(lines) > 1:
+        print_table(group, lines)
 
 
 # -- main -------------------------------------------------------------------------------------------------------------
@@ -255,7 +140,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     folder = Path("runs/convergence")
     parser.add_argument("--output", type=Path, default=folder, help="folder of rows.jsonl (%(default)s)")
-    parser.add_argument("--report", type=Path, help="Markdown file to write (OUTPUT/convergence.md)")
+    parser.add_argument("--report", type=Path, help="JSON file of all rows to extend (OUTPUT/convergence.json)")
     what = f"groups ({', '.join(RUNS)}), or runs of theirs (all)"
     parser.add_argument("--only", nargs="+", metavar="NAME", default=list(RUNS), help=what)
     parser.add_argument("--world-sizes", nargs="+", type=int, default=[2, 4, 8], help="numbers of ranks (2 4 8)")
@@ -282,19 +167,19 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     arguments.output.mkdir(parents=True, exist_ok=True)
     rows_file = arguments.output / "rows.jsonl"
-    arguments.report = arguments.report or arguments.output / "convergence.md"
-    done = {key_of(row) for row in read_rows(rows_file, arguments.report)}
+    report = (arguments.report or arguments.output / "convergence").with_suffix(".json")
+    done = {key_of(row) for row in read_rows(rows_file, report)}
     todo = [] if arguments.report_only else [key for key in jobs(arguments) if key not in done]
     try:
         run_all(todo, rows_file)
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on from {rows_file}", flush=True)
         sys.exit(130)
-    results = Results(read_rows(rows_file, arguments.report), arguments)
-    if not results.rows:
-        sys.exit(f"{rows_file} holds no run with these numbers of steps and these seeds")
-    write_report(arguments.report, results, arguments)
-    print(f"wrote {arguments.report}, and its picture and rows beside it")
+    rows = read_rows(rows_file, report)
+    report.write_text("[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]\n")
+    for group in RUNS:
+        print_group(group, [row for row in rows if row["name"] in ALL_RUNS], arguments)
+    print(f"wrote {report}")
 
 
 if __name__ == "__main__":

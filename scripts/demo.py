@@ -15,15 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _common import MB, REPOSITORY, check_least, logarithmic, print_table, pyplot
+from _common import COLOURS, MB, REPOSITORY, check_least, print_table, pyplot
 
 RECIPE = REPOSITORY / "recipes" / "causal_lm" / "train.py"
 BASELINE, COMPRESSED = "adamw_torch", "onebit_adam"
-COLOURS = {BASELINE: "#1f6fb4", COMPRESSED: "#d1495b"}
 LEARNING_RATE = 1e-3
 TAIL_LINES = 60
 FOOTNOTE = f"""
@@ -31,6 +29,16 @@ FOOTNOTE = f"""
   2 (W-1)/W * 4 n bytes with W = {{ranks}} ranks and n = {{parameters:,}} parameters.
   Bytes cost next to nothing between processes of one machine: the times show what compressing costs here, and
   whatever else the machine was doing, not what a slower network would save."""
+#: Where a run keeps what Trainer logs, by step.
+LOGGED = {
+    "loss": "train_loss",
+    "eval_loss": "eval_loss",
+    "compressopt/stage": "stage",
+    "compressopt/bytes_sent": "bytes_sent",
+    "compressopt/bytes_sent_step": "bytes_sent_step",
+    "compressopt/compression_ratio": "compression_ratio",
+}
+Run = dict[str, Any]  # optim, parameters, wall_seconds, train_seconds, and the values of LOGGED by step
 
 # -- the runs ---------------------------------------------------------------------------------------------------------
 
@@ -74,6 +82,8 @@ def command(optim: str, directory: Path, arguments: argparse.Namespace) -> list[
         "ddp_backend": "gloo",
         "ddp_find_unused_parameters": "false",
     }
+    if optim == "onebit_adam":  # a run of fewer than 1,000 steps would stay in the warmup stage
+        options["optim_args"] = f"max_freeze_step={max(1, steps // 5)}"
     flags = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     return [*launcher, str(RECIPE), "--tiny", "--use_cpu", *flags]
 
@@ -128,7 +138,7 @@ def tail(log: Path) -> str:
     return "\n".join([line for line in lines if line.strip()][-TAIL_LINES:])
 
 
-def train(optim: str, number: int, arguments: argparse.Namespace) -> Result:
+def train(optim: str, number: int, arguments: argparse.Namespace) -> Run:
     directory = arguments.output_dir / optim
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -147,170 +157,95 @@ def train(optim: str, number: int, arguments: argparse.Namespace) -> Result:
 # -- the results ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Result:
-    """The log of one run, by step."""
-
-    optim: str
-    parameters: int
-    wall_seconds: float
-    train_seconds: float = math.nan
-    train_loss: dict[int, float] = field(default_factory=dict)
-    eval_loss: dict[int, float] = field(default_factory=dict)
-    stage: dict[int, float] = field(default_factory=dict)
-    bytes_sent: dict[int, float] = field(default_factory=dict)
-    bytes_sent_step: dict[int, float] = field(default_factory=dict)
-    compression_ratio: dict[int, float] = field(default_factory=dict)
-
-
-#: Where a Result keeps what Trainer logs.
-LOGGED = {
-    "loss": "train_loss",
-    "eval_loss": "eval_loss",
-    "compressopt/stage": "stage",
-    "compressopt/bytes_sent": "bytes_sent",
-    "compressopt/bytes_sent_step": "bytes_sent_step",
-    "compressopt/compression_ratio": "compression_ratio",
-}
-
-
-def read_result(optim: str, directory: Path, wall_seconds: float) -> Result:
+def read_result(optim: str, directory: Path, wall_seconds: float) -> Run:
     parameters = json.loads((directory / "train_results.json").read_text())["parameters"]
-    result = Result(optim, parameters, wall_seconds)
+    run: Run = {"optim": optim, "parameters": parameters, "wall_seconds": wall_seconds, "train_seconds": math.nan}
+    run |= {name: {} for name in LOGGED.values()}
     for entry in json.loads((directory / "trainer_state.json").read_text())["log_history"]:
-        for key, name in LOGGED.items():
-            if key in entry:
-                getattr(result, name)[entry["step"]] = entry[key]
-        result.train_seconds = entry.get("train_runtime", result.train_seconds)
-    return result
+        for key in LOGGED.keys() & entry.keys():
+            run[LOGGED[key]][entry["step"]] = entry[key]
+        run["train_seconds"] = entry.get("train_runtime", run["train_seconds"])
+    return run
 
 
-@dataclass
-class Traffic:
-    """Bytes that one rank sends: those of onebit_adam as it counts them, those of adamw_torch by the formula.
+def measure_traffic(run: Run, ranks: int) -> dict[str, Any]:
+    """Bytes that one rank sends: those of onebit_adam as it counts them, those of adamw_torch by the formula of a ring.
 
-    A run that stays in the warmup stage, as a short one may, has neither a compressed_step nor a switch_step.
+    The step of the switch follows from the bytes between the logs around it. A run that stays in the warmup stage, as a
+    short one may, has neither a compressed_step nor a switch_step.
     """
-
-    baseline_step: float
-    warmup_step: float
-    compressed_step: float | None
-    switch_step: int | None
-    baseline: dict[int, float]
-    compressed: dict[int, float]
-
-    @property
-    def totals(self) -> tuple[float, float]:
-        last = max(self.compressed)
-        return self.baseline[last], self.compressed[last]
-
-
-def measure_traffic(result: Result, ranks: int) -> Traffic:
-    """Bytes per step by stage; the step of the switch follows from the bytes between the logs around it."""
-    warmup_logs = [step for step, stage in result.stage.items() if stage == 0.0]
-    compressed_logs = [step for step, stage in result.stage.items() if stage == 1.0]
+    warmup_logs = [step for step, stage in run["stage"].items() if stage == 0.0]
+    compressed_logs = [step for step, stage in run["stage"].items() if stage == 1.0]
     if not warmup_logs:
-        sys.exit(f"the log of {result.optim} does not show the warmup stage: {sorted(set(result.stage.values()))}")
+        sys.exit(f"the log of {run['optim']} does not show the warmup stage: {sorted(set(run['stage'].values()))}")
     before = max(warmup_logs)
-    warmup, compressed, switch = result.bytes_sent_step[before], None, None
+    warmup, compressed, switch = run["bytes_sent_step"][before], None, None
     if compressed_logs:
         after = min(compressed_logs)
-        compressed = result.bytes_sent_step[after]
-        sent = result.bytes_sent[after] - result.bytes_sent[before]
+        compressed = run["bytes_sent_step"][after]
+        sent = run["bytes_sent"][after] - run["bytes_sent"][before]
         switch = before + round((sent - (after - before) * compressed) / (warmup - compressed))
-    baseline = 2 * (ranks - 1) / ranks * 4 * result.parameters  # a ring all-reduce of float32 gradients
-    return Traffic(
-        baseline_step=baseline,
-        warmup_step=warmup,
-        compressed_step=compressed,
-        switch_step=switch,
-        baseline={step: step * baseline for step in result.bytes_sent},
-        compressed=result.bytes_sent,
-    )
+    baseline = 2 * (ranks - 1) / ranks * 4 * run["parameters"]
+    return {
+        "baseline_step": baseline,
+        "warmup_step": warmup,
+        "compressed_step": compressed,
+        "switch_step": switch,
+        "baseline": {step: step * baseline for step in run["bytes_sent"]},
+        "compressed": run["bytes_sent"],
+    }
 
 
 def percent(value: float, reference: float) -> str:
     return f"{100 * (value / reference - 1):+.2f} %"
 
 
-def print_results(runs: dict[str, Result], traffic: Traffic, arguments: argparse.Namespace) -> None:
+def print_results(runs: dict[str, Run], traffic: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Print the losses by step, and what the runs cost."""
     base, ours = runs[BASELINE], runs[COMPRESSED]
     optims = (BASELINE, COMPRESSED, "difference")
     rows = [["step", "stage", f"training: {BASELINE}", *optims[1:], f"evaluation: {BASELINE}", *optims[1:]]]
-    for step in sorted(base.eval_loss.keys() & ours.eval_loss.keys() & base.train_loss.keys()):
-        warming = traffic.switch_step is None or step <= traffic.switch_step
-        cells = [f"{step}", "warmup" if warming else "compressed"]
-        for theirs, mine in ((base.train_loss, ours.train_loss), (base.eval_loss, ours.eval_loss)):
-            cells += [f"{theirs[step]:.4f}", f"{mine[step]:.4f}", percent(mine[step], theirs[step])]
+    for step in sorted(base["eval_loss"].keys() & ours["eval_loss"].keys() & base["train_loss"].keys()):
+        cells = [f"{step}", "warmup" if step <= (traffic["switch_step"] or step) else "compressed"]
+        for kind in ("train_loss", "eval_loss"):
+            theirs, mine = base[kind][step], ours[kind][step]
+            cells += [f"{theirs:.4f}", f"{mine:.4f}", percent(mine, theirs)]
         rows.append(cells)
     print_table("Loss", rows)
-    rows = [["", *optims]]
-    step = traffic.baseline_step
+    rows, step, last = [["", *optims]], traffic["baseline_step"], max(traffic["compressed"])
     for title, reference, value in (
-        ("sent per rank and step, warmup*", step, traffic.warmup_step),
-        ("... compressed stage*", step, traffic.compressed_step),
-        ("sent per rank in the whole run*", *traffic.totals),
+        ("sent per rank and step, warmup*", step, traffic["warmup_step"]),
+        ("... compressed stage*", step, traffic["compressed_step"]),
+        ("sent per rank in the whole run*", traffic["baseline"][last], traffic["compressed"][last]),
     ):
         if value is not None:
             fewer = f"{reference / value:.1f}x fewer" if value < reference else percent(value, reference)
             rows.append([title, f"{reference / MB:,.2f} MB", f"{value / MB:,.2f} MB", fewer])
     for title, name in (("training and evaluation", "train_seconds"), ("wall time of the run", "wall_seconds")):
-        reference, value = getattr(base, name), getattr(ours, name)
-        rows.append([title, f"{reference:.0f} s", f"{value:.0f} s", percent(value, reference)])
+        rows.append([title, f"{base[name]:.0f} s", f"{ours[name]:.0f} s", percent(ours[name], base[name])])
     print_table("Cost", rows)
-    print(FOOTNOTE.format(ranks=arguments.processes, parameters=base.parameters))
+    print(FOOTNOTE.format(ranks=arguments.processes, parameters=base["parameters"]))
 
 
-def plot(path: Path, runs: dict[str, Result], traffic: Traffic, ranks: int) -> None:
+def plot(path: Path, runs: dict[str, Run], traffic: dict[str, Any], ranks: int) -> None:
+    """Evaluation loss against steps and against megabytes sent."""
     plt = pyplot()
-    figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(13, 5.4), sharey=True, layout="constrained")
-    sent = {BASELINE: traffic.baseline, COMPRESSED: traffic.compressed}
-    for optim, run in runs.items():
-        draw_losses(by_step, run, {step: step for step in run.train_loss})
-        draw_losses(by_bytes, run, {step: in_all / MB for step, in_all in sent[optim].items()})
-        last = max(run.eval_loss.keys() & sent[optim].keys())
-        by_bytes.annotate(
-            f"{run.eval_loss[last]:.3f} after {sent[optim][last] / MB:,.0f} MB",
-            (sent[optim][last] / MB, run.eval_loss[last]),
-            xytext=(0, 14 if optim == BASELINE else -14),
-            textcoords="offset points",
-            ha="right",
-            color=COLOURS[optim],
-        )
-    if traffic.switch_step is not None:
-        for panel, place in ((by_step, 1.0), (by_bytes, traffic.warmup_step / MB)):
-            end = f"end of {COMPRESSED}'s warmup stage"
-            panel.axvline(traffic.switch_step * place, color="#555555", linestyle=":", label=end)
-    by_step.set(title="Loss against steps", xlabel="optimizer steps", ylabel="cross-entropy loss (nats per token)")
-    by_step.set_xlim(left=0)
-    by_bytes.set(title="Loss against bytes", xlabel="megabytes sent by each rank so far (logarithmic)")
-    logarithmic(by_bytes)
-    for panel in (by_step, by_bytes):
-        panel.grid(True, alpha=0.25)
+    figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    sent = {BASELINE: traffic["baseline"], COMPRESSED: traffic["compressed"]}
+    for optim, colour, marker in ((BASELINE, COLOURS["ddp"], "o"), (COMPRESSED, COLOURS["onebit_adam"], "s")):
+        steps = sorted(runs[optim]["eval_loss"].keys() & sent[optim].keys())
+        losses = [runs[optim]["eval_loss"][step] for step in steps]
+        megabytes = [sent[optim][step] / MB for step in steps]
+        for panel, places in ((by_step, steps), (by_bytes, megabytes)):
+            panel.plot(places, losses, label=optim, color=colour, marker=marker)
+        by_bytes.annotate(f"{megabytes[-1]:,.0f} MB", (megabytes[-1], losses[-1]), (0, 8), textcoords="offset points")
+    if traffic["switch_step"] is not None:
+        by_step.axvline(traffic["switch_step"], color=COLOURS["baseline"], ls=":", label="end of the warmup stage")
+    title = f"GPT-2 of {runs[BASELINE]['parameters'] / 1e6:.1f}M parameters, {ranks} ranks"
+    by_step.set(title=title, xlabel="optimizer steps", ylabel="evaluation loss (nats per token)")
+    by_bytes.set(title="the same by what a rank has sent", xlabel="megabytes (logarithmic)", xscale="log")
     by_step.legend()
-    full, sent_by_ours = traffic.totals
-    figure.suptitle(
-        f"GPT-2 of {runs[BASELINE].parameters / 1e6:.1f}M parameters from scratch on {ranks} ranks\nin the whole run "
-        f"each rank sends {full / MB:,.0f} MB with {BASELINE}, {sent_by_ours / MB:,.0f} MB with {COMPRESSED}, "
-        f"{full / sent_by_ours:.1f} times fewer"
-    )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def draw_losses(panel: Any, run: Result, position: dict[int, float]) -> None:
-    """Training thin, evaluation bold; the compressed run is dashed, so that the other shows where they coincide."""
-    compressed = run.optim == COMPRESSED
-    style = {"color": COLOURS[run.optim], "linestyle": (0, (4, 1.5)) if compressed else "-"}
-    curves = (
-        (run.train_loss, "training", {"linewidth": 1.2, "alpha": 0.8}),
-        (run.eval_loss, "evaluation", {"linewidth": 2.2, "marker": "s" if compressed else "o", "markersize": 5}),
-    )
-    for losses, label, extra in curves:
-        steps = sorted(losses.keys() & position.keys())
-        x, y = [position[step] for step in steps], [losses[step] for step in steps]
-        panel.plot(x, y, label=f"{run.optim}, {label}", **style, **extra)
+    figure.savefig(path, dpi=110)
 
 
 # -- main -------------------------------------------------------------------------------------------------------------
@@ -334,8 +269,8 @@ def main() -> None:
     given = {**vars(arguments), "output_dir": arguments.output_dir.name}
     found = {
         "arguments": given,
-        "traffic": asdict(traffic),
-        "runs": {optim: asdict(run) for optim, run in runs.items()},
+        "traffic": traffic,
+        "runs": runs,
     }
     results_file.write_text(json.dumps(found, indent=2) + "\n")
     plot(plot_file, runs, traffic, arguments.processes)

@@ -20,7 +20,7 @@ from hf_compressopt.options import ACCEPTED, Option, descriptions, options_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 COMPRESSED = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
-OTHERS = ("Lamb", "FusedAdam", "ZeroOptimizer", "GradientCompression")
+OTHERS = ("Lamb", "FusedAdam", "MuonAdamW", "ZeroOptimizer", "GradientCompression")
 
 INTRODUCTION = """\
 # Options
@@ -49,6 +49,7 @@ Trainer fits every schedule to the length of the run, as `total_steps` does in a
 |---|---|
 | `max_freeze_step` | 20 % of the run (1-bit LAMB with `warmup_bits` below 32: 30 %; 0/1 Adam with 32: 10 %) |
 | `min_freeze_step` | 100; 1 in a run of fewer than 300 steps with `warmup_bits=32` |
+| both | beyond the end of a run of fewer than 1/(1 - beta2) or 300 steps, unless `warmup_bits=32` |
 | `var_update_scaler` | the length of the run, at least 16 |
 | `local_step_scaler` | 10 % of the run |
 

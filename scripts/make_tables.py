@@ -8,8 +8,9 @@ A table stands between `<!-- table NAME -->` and `<!-- end of table -->`. No num
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
+import math
 import re
 import statistics
 import sys
@@ -18,35 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS, IMAGES = ROOT / "scripts" / "results", ROOT / "docs" / "images"
-BASELINE, UNLIMITED = "compute", "unshaped"
+from _common import COLOURS, REPOSITORY, Table, markdown, parser_of, pyplot
+from benchmark_network import BASELINE, METHODS, UNLIMITED, median, sent_megabytes, table_of_runs, table_of_steps, times
+
+RESULTS, IMAGES = REPOSITORY / "scripts" / "results", REPOSITORY / "docs" / "images"
 #: The share of a run of 1,000 steps that onebit_adam spends in its warmup stage.
 WARMUP = 0.2
-METHODS = {
-    "compute": "no-communication baseline",
-    "ddp": "DDP, float32",
-    "fp16": "DDP, 16-bit gradients",
-    "int4": "AdamW, `grad_compression=int4`",
-    "int4_levels": "AdamW, `grad_compression=int4`, hierarchical",
-    "zero2": "`zero2_adamw`",
-    "zero2_levels": "`zero2_adamw`, hierarchical",
-    "zero2_int4": "`zero2_adamw`, int4 both ways",
-    "zero2_int4_levels": "`zero2_adamw`, int4 both ways, hierarchical",
-    "zero_torch": "DDP, torch's ZeroRedundancyOptimizer",
-    "warmup_stage": "`onebit_adam`, warmup stage",
-    "onebit_adam": "`onebit_adam`, compressed stage",
-    "onebit_adam_levels": "`onebit_adam`, compressed stage, hierarchical",
-    "onebit_adam_zero2": "`onebit_adam`, compressed stage, `zero_stage=2`",
-    "zero_one_adam": "`zero_one_adam`, local steps",
-    "onebit_lamb": "`onebit_lamb`, compressed stage",
-    "hsdp_16": "FSDP2 in the nodes, 16 bits between them",
-    "hsdp_int4": "FSDP2 in the nodes, int4 between them",
-    "powersgd_4": "PowerSGD, rank 4",
-    "local_sgd_8": "LocalSGD, 8 steps",
-    "diloco_32": "DiLoCo, 32 steps",
-}
-Table = list[list[str]]
 
 
 @cache
@@ -58,65 +36,22 @@ def rows(name: str) -> Any:
 # Milliseconds over links -------------------------------------------------------------------------------------------
 
 
-def times(name: str, model: str, ranks: int, link: str, per_node: int = 1) -> dict[str, list[float]]:
-    """Milliseconds of a step, a number for each window of steps, by method."""
-    place = (model, ranks, link, per_node)
-    found = [row for row in rows(name) if (row["model"], row["ranks"], row["link"], row.get("per_node", 1)) == place]
-    return {row["method"]: [1e3 * seconds for seconds in row["seconds"]] for row in found}
-
-
-def sent(name: str, model: str, ranks: int, per_node: int = 1) -> dict[str, float]:
-    """Megabytes of a step at the network interface, by method."""
-    found: dict[str, list[float]] = {}
-    for row in rows(name):
-        if (row["model"], row["ranks"], row.get("per_node", 1)) == (model, ranks, per_node):
-            found.setdefault(row["method"], []).append(row["sent"] / 1e6)
-    return {method: statistics.fmean(values) for method, values in found.items()}
-
-
-def network(
-    name: str, model: str, ranks: int, links: Sequence[str], per_node: int = 1, methods: Sequence[str] = tuple(METHODS)
-) -> Table:
-    """Milliseconds of a step: the median, the range, and the multiple of the baseline."""
-    columns = [times(name, model, ranks, link, per_node) for link in links]
-    megabytes = sent(name, model, ranks, per_node)
-    head = ["method", *("unlimited" if link == UNLIMITED else link for link in links), "MB per step"]
-    lines = [head]
-    for method in methods:
-        if any(method in column for column in columns):
-            cells = [milliseconds(column, method) for column in columns]
-            lines.append([METHODS[method], *cells, f"{megabytes[method]:.2f}" if method != BASELINE else ""])
-    return lines
-
-
-def milliseconds(column: dict[str, list[float]], method: str) -> str:
-    if method not in column:
-        return ""
-    found = column[method]
-    spread = f" ({min(found):.0f}-{max(found):.0f})" if len(found) > 1 else ""
-    return f"{statistics.median(found):.0f}{spread}, {median(column, method) / median(column, BASELINE):.2f}x"
-
-
-def median(column: dict[str, list[float]], method: str) -> float:
-    return statistics.median(column[method])
-
-
 def whole_runs() -> dict[str, tuple[float, float, float]]:
-    """Of 30 million parameters and 2 ranks: megabytes, milliseconds unlimited, and at 1 Gbit/s, means over a run."""
-    place = ("avx512", "30M", 2)
-    fast, slow, megabytes = times(*place, UNLIMITED), times(*place, "1 Gbit/s"), sent(*place)
+    """Megabytes, ms with unlimited bandwidth and at 1 Gbit/s, means over a run of 30 million parameters on 2 ranks."""
+    place = (rows("avx512"), "30M", 2)
+    fast, slow, megabytes = times(*place, UNLIMITED), times(*place, "1 Gbit/s"), sent_megabytes(*place)
 
     def of(method: str) -> tuple[float, float, float]:
         return megabytes[method], median(fast, method), median(slow, method)
 
     run = [WARMUP * a + (1 - WARMUP) * b for a, b in zip(of("warmup_stage"), of("onebit_adam"), strict=True)]
-    plain = {METHODS[method]: of(method) for method in (BASELINE, "ddp", "fp16", "int4")}
+    plain = {METHODS[method].title: of(method) for method in (BASELINE, "ddp", "fp16", "int4")}
     return plain | {"`onebit_adam`, 1,000 steps, calculated": (run[0], run[1], run[2])}
 
 
 def readme() -> Table:
     found = whole_runs()
-    slowest = found[METHODS["ddp"]][2]
+    slowest = found[METHODS["ddp"].title][2]
     head = ["method", "MB per step", "ms, unlimited bandwidth", "ms, 1 Gbit/s", "speed-up at 1 Gbit/s"]
     lines = [
         [name, f"{mb:.1f}" if mb > 0.1 else "", f"{fast:.0f}", f"{slow:.0f}", f"{slowest / slow:.1f}x"]
@@ -128,32 +63,35 @@ def readme() -> Table:
 # Losses --------------------------------------------------------------------------------------------------------------
 
 
-def losses(name: str, ranks: int) -> dict[int, dict[str, Any]]:
+Rows = Sequence[dict[str, Any]]
+
+
+def losses(name: str, ranks: int, among: Rows | None = None) -> dict[int, dict[str, Any]]:
     """The rows of a run, by seed."""
-    return {row["seed"]: row for row in rows("convergence") if (row["name"], row["world_size"]) == (name, ranks)}
+    found = rows("convergence") if among is None else among
+    return {row["seed"]: row for row in found if (row["name"], row["world_size"]) == (name, ranks)}
 
 
-def against(name: str, partner: str, ranks: int) -> tuple[float, float, float] | None:
+def against(name: str, partner: str, ranks: int, among: Rows | None = None) -> tuple[float, float, float] | None:
     """Per cent by which the mean loss lies above the partner's, and the least and the most at one seed."""
-    mine, other = losses(name, ranks), losses(partner, ranks)
+    mine, other = losses(name, ranks, among), losses(partner, ranks, among)
     pairs = [(mine[seed]["eval_loss"], other[seed]["eval_loss"]) for seed in mine.keys() & other.keys()]
-    if not pairs:
+    if not pairs or any(None in pair for pair in pairs):
         return None
     a, b = (statistics.fmean(column) for column in zip(*pairs, strict=True))
     each = [100 * (x / y - 1) for x, y in pairs]
     return 100 * (a / b - 1), min(each), max(each)
 
 
-def fewer(name: str, ranks: int) -> float:
-    """How many times fewer bytes a run sends than an all-reduce in float32."""
-    found = losses(name, ranks)
+def fewer(name: str, ranks: int, among: Rows | None = None) -> float:
+    """The factor by which a run sends fewer bytes than an all-reduce in float32."""
+    found = losses(name, ranks, among)
     row = next(iter(found.values()))
     ring = 2 * (ranks - 1) / ranks * 4 * row["parameters"] * row["steps"]
     return ring / statistics.fmean(row["bytes"] for row in found.values())
 
 
-def difference(name: str, partner: str, ranks: int) -> str:
-    found = against(name, partner, ranks)
+def percent(found: tuple[float, float, float] | None) -> str:
     if found is None:
         return ""
     mean, least, most = found
@@ -180,57 +118,74 @@ RIVALS = {
 def by_ranks(runs: dict[str, tuple[str, str]], counts: Sequence[int], of_bytes: int) -> Table:
     lines = [["method", *(f"{ranks} ranks" for ranks in counts), "fewer bytes"]]
     for title, (name, partner) in runs.items():
-        cells = [difference(name, partner, ranks) for ranks in counts]
+        cells = [percent(against(name, partner, ranks)) for ranks in counts]
         lines.append([title, *cells, f"{fewer(name, of_bytes):.1f}x"])
     return lines
 
 
+TUNED = {
+    "`grad_compression=int4`": "AdamW, int4 gradients",
+    "`onebit_adam`, frozen": "OnebitAdam, frozen",
+    "`zero_one_adam`, frozen": "ZeroOneAdam, frozen",
+}
+
+
+RATES_TUNED = {"best rate": "fine-tuning at the best rate, 300 steps", "an eighth of it": "fine-tuning, 300 steps"}
+
+
 def fine_tuning() -> Table:
-    lengths = (100, 200, 300)
-    lines = [["method", *(f"{steps} steps" for steps in lengths), "fewer bytes, 300 steps"]]
-    for title, name in (
-        ("`grad_compression=int4`", "AdamW, int4 gradients"),
-        ("`onebit_adam`", "OnebitAdam"),
-        ("`zero_one_adam`", "ZeroOneAdam"),
-    ):
-        runs = [f"{name}, fine-tuning, {steps} steps" for steps in lengths]
-        partners = [f"AdamW, fine-tuning, {steps} steps" for steps in lengths]
-        cells = [difference(run, partner, 4) for run, partner in zip(runs, partners, strict=True)]
-        lines.append([title, *cells, f"{fewer(runs[-1], 4):.1f}x"])
+    lines = [["method", *RATES_TUNED, "fewer bytes"]]
+    for title, name in TUNED.items():
+        cells = [percent(against(f"{name}, {rate}", f"AdamW, {rate}", 4)) for rate in RATES_TUNED.values()]
+        lines.append([title, *cells, f"{fewer(f'{name}, fine-tuning, 300 steps', 4):.1f}x"])
     return lines
+
+
+def lost() -> Table:
+    """All runs of the tables that ended 0.1 % above their partner, or more; the worst first."""
+    cases = [
+        (f"{title}, from scratch", name, partner, n) for title, (name, partner) in DEFAULTS.items() for n in (2, 4, 8)
+    ]
+    suffixes = [(", batch 64", "64 examples per step", n) for n in (16, 32, 64)] + [
+        (", library, untied", "untied, on code", 4)
+    ]
+    for title, name in MANY_RANKS.items():
+        cases += [(f"{title}, {words}", name + suffix, "AdamW" + suffix, n) for suffix, words, n in suffixes]
+    for title, name in TUNED.items():
+        cases += [(f"{title}, fine-tuning, {k}", f"{name}, {v}", f"AdamW, {v}", 4) for k, v in RATES_TUNED.items()]
+    found: dict[str, dict[int, float]] = {}
+    for title, name, partner, ranks in cases:
+        if (by := against(name, partner, ranks)) and by[0] >= 0.1:
+            found.setdefault(title, {})[ranks] = by[0]
+    worst = sorted(found.items(), key=lambda pair: -max(pair[1].values()))
+    above = (", ".join(f"{by:+.2f} % ({ranks})" for ranks, by in places.items()) for _, places in worst)
+    return [["where", "above (ranks)"], *([title, cell] for (title, _), cell in zip(worst, above, strict=True))]
+
+
+def classification() -> Table:
+    """Accuracies, with their standard error by the number of validation rows, and losses."""
+    lines = [["task", "method", "seeds", "accuracy", "loss", "fewer bytes"]]
+    for task, title, count in (("topics", "topics, from scratch", 157), ("MiniLM", "films, MiniLM", 1603)):
+        for method, name in {"`adamw_torch`": "AdamW", **TUNED}.items():
+            if found := losses(f"{name}, {task}", 2):
+                score = statistics.fmean(row["accuracy"] for row in found.values())
+                accuracy = f"{score:.3f} ± {(score * (1 - score) / count) ** 0.5:.3f}"
+                loss = f"{statistics.fmean(row['eval_loss'] for row in found.values()):.3f}"
+                sent = f"{fewer(f'{name}, {task}', 2):.1f}x"
+                lines.append([title, method, str(len(found)), accuracy, loss, sent])
+    return lines
+
+
+MANY_RANKS = {
+    "`grad_compression=int4`": "AdamW, int4 gradients",
+    "`onebit_adam`": "OnebitAdam",
+    "`zero_one_adam`": "ZeroOneAdam",
+}
 
 
 def many_ranks() -> Table:
-    named = {"`grad_compression=int4`": "AdamW, int4 gradients", "`onebit_adam`": "OnebitAdam"}
-    named |= {"`zero_one_adam`": "ZeroOneAdam"}
-    runs = {title: (f"{name}, batch 64", "AdamW, batch 64") for title, name in named.items()}
+    runs = {title: (f"{name}, batch 64", "AdamW, batch 64") for title, name in MANY_RANKS.items()}
     return by_ranks(runs, (16, 32, 64), 64)
-
-
-def time_to_loss() -> Table:
-    """Seconds of a whole run, and until the loss is AdamW's last one plus 1 %."""
-    titles = {"adamw": "DDP, float32", "fp16": "DDP, 16-bit gradients", "int4": METHODS["int4"]}
-    titles["onebit_adam"] = "`onebit_adam`"
-    links = ("1 Gbit/s", "100 Mbit/s")
-    found = {(row["method"], row["link"]): row for row in rows("time_to_loss")}
-    target = 1.01 * found["adamw", links[0]]["losses"][-1]
-    lines = [["method", *(f"{link}, s: run / to the loss" for link in links), "final loss"]]
-    for method, title in titles.items():
-        cells = []
-        for link in links:
-            row = found[method, link]
-            cells.append(f"{row['seconds'][-1]:.0f} / {reached(row, target):.0f}")
-        lines.append([title, *cells, f"{found[method, links[0]]['losses'][-1]:.3f}"])
-    return lines
-
-
-def reached(row: dict[str, Any], target: float) -> float:
-    """Seconds at which the loss was there, by interpolation between two evaluations."""
-    curve = list(zip(row["seconds"], row["losses"], strict=True))
-    for (t0, a), (t1, b) in zip(curve, curve[1:], strict=False):
-        if b <= target:
-            return float(t0 + (t1 - t0) * (a - target) / (a - b))
-    raise ValueError(f"{row['method']} never had a loss of {target}")
 
 
 # Other measurements --------------------------------------------------------------------------------------------------
@@ -264,20 +219,32 @@ def demo_megabytes() -> tuple[float, float]:
     return steps * traffic["baseline_step"] / 1e6, mine / 1e6
 
 
-NODES = ("ddp", "fp16", "int4", "int4_levels", "zero2_int4", "zero2_int4_levels", "onebit_adam", "onebit_adam_levels")
+OTHERS = [name for name in METHODS if name != "powersgd_1"]
+NODES = (
+    BASELINE,
+    "ddp",
+    "fp16",
+    "int4",
+    "int4_levels",
+    "zero2_int4",
+    "zero2_int4_levels",
+    "onebit_adam",
+    "onebit_adam_levels",
+    "hsdp_16",
+    "hsdp_int4",
+)
 TABLES: dict[str, Callable[[], Table]] = {
     "readme": readme,
-    "network 30M": lambda: network("avx512", "30M", 2, (UNLIMITED, "1 Gbit/s")),
-    "network 10M": lambda: network("rivals", "10M", 2, ("10 Gbit/s", "1 Gbit/s", "100 Mbit/s")),
-    "network 100M": lambda: network("avx512", "100M, 16 tokens", 2, ("1 Gbit/s",)),
-    "nodes": lambda: network(
-        "avx512", "10M", 4, ("1 Gbit/s", "100 Mbit/s"), 2, (BASELINE, *NODES, "hsdp_16", "hsdp_int4")
-    ),
+    "network 30M": lambda: table_of_steps(rows("avx512"), "30M", 2, (UNLIMITED, "1 Gbit/s")),
+    "network 10M": lambda: table_of_steps(rows("rivals"), "10M", 2, ("10 Gbit/s", "1 Gbit/s", "100 Mbit/s"), 1, OTHERS),
+    "network 100M": lambda: table_of_steps(rows("avx512"), "100M, 16 tokens", 2, ("1 Gbit/s",)),
+    "nodes": lambda: table_of_steps(rows("avx512"), "10M", 4, ("1 Gbit/s", "100 Mbit/s"), 2, NODES),
     "loss": lambda: by_ranks(DEFAULTS, (2, 4, 8), 4),
     "rivals": lambda: by_ranks({title: (name, "AdamW") for title, name in RIVALS.items()}, (2, 4, 8), 4),
     "fine-tuning": fine_tuning,
     "many ranks": many_ranks,
-    "time to loss": time_to_loss,
+    "lost": lost,
+    "time to loss": lambda: table_of_runs(rows("time_to_loss"), ("1 Gbit/s", "100 Mbit/s")),
     "kernels": lambda: other("kernels", ("kernel", "ms", "of the roofline"), ("kernel", "ms", "of_roofline")),
     "step": lambda: other("step", ("step", "ms"), ("step", "ms")),
     "fused adam": lambda: other(
@@ -297,17 +264,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     ),
     "demo": demo,
     "fine-tuned": lambda: other("fine_tuning", ("model", "loss", "perplexity"), ("model", "loss", "perplexity")),
-    "classification": lambda: other(
-        "text_classification",
-        ("method", "accuracy", "least", "most", "loss"),
-        ("method", "accuracy", "least", "most", "loss"),
-    ),
+    "classification": classification,
 }
-
-
-def markdown(lines: Table) -> str:
-    rule = ["---"] + ["---:"] * (len(lines[0]) - 1)
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (lines[0], rule, *lines[1:]))
 
 
 def rendered(text: str) -> str:
@@ -318,14 +276,14 @@ def rendered(text: str) -> str:
 
 def pages() -> list[Path]:
     """The pages that may have tables."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").glob("*/README.md"))]
+    return [
+        REPOSITORY / "README.md",
+        *sorted((REPOSITORY / "docs").rglob("*.md")),
+        *sorted((REPOSITORY / "recipes").glob("*/README.md")),
+    ]
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------
-
-#: Okabe and Ito's colours, one for each method in every picture.
-COLOURS = {"baseline": "#999999", "ddp": "#000000", "fp16": "#D55E00", "int4": "#0072B2", "onebit_adam": "#009E73"}
-COLOURS |= {"zero_one_adam": "#CC79A7", "onebit_lamb": "#E69F00", "zero": "#56B4E9"}
 
 
 def bars(panel: Any, named: dict[str, tuple[float, str]], title: str) -> None:
@@ -349,9 +307,9 @@ def picture_of_steps(plt: Any) -> None:
 def picture_of_slow_links(plt: Any) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(10, 2.9), layout="constrained", sharey=True)
     for panel, link in zip(panels, ("1 Gbit/s", "100 Mbit/s"), strict=True):
-        column = times("rivals", "10M", 2, link)
+        column = times(rows("rivals"), "10M", 2, link)
         methods = ("ddp", "fp16", "int4", "onebit_adam", "zero_one_adam")
-        bars(panel, {METHODS[m].replace("`", ""): (median(column, m), COLOURS[m]) for m in methods}, link)
+        bars(panel, {METHODS[m].title.replace("`", ""): (median(column, m), COLOURS[m]) for m in methods}, link)
     figure.savefig(IMAGES / "slow_links.png", dpi=110)
 
 
@@ -364,7 +322,9 @@ def picture_of_losses(plt: Any) -> None:
             mean, least, most = against(name, partner, ranks) or (0.0, 0.0, 0.0)
             where, bounds = place + 0.2 * (shift - 1), [[mean - least], [most - mean]]
             look = {"fmt": marker, "color": COLOURS[key], "capsize": 3}
-            panel.errorbar(where, mean, bounds, label=f"{ranks} ranks" if not place else None, **look)
+            panel.errorbar(where, mean, bounds, **look)
+            if place == 0:
+                panel.plot([], [], marker, color="#707070", label=f"{ranks} ranks")
         panel.annotate(title.replace("`", ""), (place, 0.95), ha="center", fontsize=9)
     panel.axhline(0, color="#999999", linewidth=1)
     panel.set(ylabel="final loss against the partner, %", xticks=[], ylim=(-1.2, 1.1), xlim=(-0.5, 3.5))
@@ -397,7 +357,7 @@ def picture_of_memory(plt: Any) -> None:
     found = memory(4)
     names = list(found)[::-1]
     left = [0.0] * len(names)
-    colours = {"parameters": "#999999", "gradients": "#56B4E9", "moments": "#0072B2", "errors": "#E69F00"}
+    colours = {"parameters": "#D8D8D8", "gradients": "#AAAAAA", "moments": "#707070", "errors": "#882255"}
     for kind, colour in colours.items():
         widths = [found[name][kind] for name in names]
         panel.barh(names, widths, left=left, color=colour, label=kind)
@@ -410,20 +370,95 @@ def picture_of_memory(plt: Any) -> None:
     figure.savefig(IMAGES / "memory.png", dpi=110)
 
 
+def picture_of_bits(plt: Any) -> None:
+    """Bits that a rank sends per parameter and step, means of 100 steps, over those of a ring with one bit a value."""
+    figure, panel = plt.subplots(figsize=(8, 3.2), layout="constrained")
+    for key, name in (
+        ("ddp", "AdamW"),
+        ("int4", "AdamW, int4 gradients, state=compact"),
+        ("onebit_adam", "OnebitAdam, state=compact"),
+        ("zero_one_adam", "ZeroOneAdam"),
+    ):
+        row = losses(name, 4)[0]
+        points = [{"step": 0, "bytes": 0}, *row["curve"]]
+        pairs = list(itertools.pairwise(points))
+        values = 2 * 3 / 4 * row["parameters"] / 8
+        bits = [(b["bytes"] - a["bytes"]) / (b["step"] - a["step"]) / values for a, b in pairs]
+        title = METHODS[key].title.replace("`", "").partition(",")[0] if key != "int4" else "grad_compression=int4"
+        panel.stairs(
+            bits, [point["step"] for point in points], color=COLOURS[key], linewidth=2, label=title, baseline=None
+        )
+    panel.axvline(200, color=COLOURS["baseline"], linestyle=":")
+    panel.annotate("warmup stage", (195, 0.1), ha="right", fontsize=9)
+    panel.set(xlabel="step", ylabel="bits per parameter and step", yscale="log", xlim=(0, 1000), ylim=(0.05, 60))
+    panel.set_yticks((0.1, 1, 4, 32), ("0.1", "1", "4", "32"))
+    panel.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(IMAGES / "bits.png", dpi=110)
+
+
+def advised(params: float, bandwidth: float) -> str:
+    """The planner's choice for 8 machines of one GPU each whose step takes 0.6 s: a key of COLOURS."""
+    import torch
+
+    from hf_compressopt.planner import report
+    from hf_compressopt.planner.cost import Cluster, Model, Training
+
+    model = Model(Training(int(params), 0.6), Cluster(8, 1, bandwidth / 8))
+    memory = report.memory_rows(int(params), 8, torch.float32, 2, 25.0, 1)
+    flags = report.as_json(model, 10_000, memory, None)["advised"]
+    return next(key for key in ("int4", "onebit_adam", "zero_one_adam", "ddp") if key in flags or key == "ddp")
+
+
+def picture_of_advice(plt: Any) -> None:
+    """Bandwidth and model size, and what the planner advises."""
+    from matplotlib.colors import ListedColormap
+
+    figure, panel = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    rates = [10 ** (8 + 3 * n / 60) for n in range(61)]
+    sizes = [10 ** (7.5 + 2.5 * n / 50) for n in range(51)]
+    named = {"ddp": "adamw_torch", "int4": "int4 gradients", "onebit_adam": "onebit_adam"}
+    named |= {"zero_one_adam": "zero_one_adam"}
+    grid = [[list(named).index(advised(size, rate)) for rate in rates] for size in sizes]
+    colours = ListedColormap([COLOURS[key] for key in named])
+    panel.pcolormesh(rates, sizes, grid, cmap=colours, vmin=-0.5, vmax=len(named) - 0.5, alpha=0.75, shading="nearest")
+    for key, title in named.items():
+        places = [
+            (rates[x], sizes[y])
+            for y, line in enumerate(grid)
+            for x, v in enumerate(line)
+            if v == list(named).index(key)
+        ]
+        x, y = (statistics.fmean(math.log10(place[axis]) for place in places) for axis in (0, 1))
+        panel.annotate(title, (10**x, 10**y), ha="center", color="white", fontsize=9, weight="bold")
+    panel.set(xscale="log", yscale="log", xlabel="network between the machines", ylabel="parameters")
+    panel.set_title("8 machines of one GPU each, 0.6 s of computing per step; calculated, not measured", fontsize=10)
+    panel.set_xticks((1e8, 1e9, 1e10, 2.5e10, 1e11), ("100 Mbit/s", "1 Gbit/s", "10", "25", "100 Gbit/s"))
+    panel.set_yticks((1e8, 3.5e8, 1e9, 1e10), ("100M", "350M", "1B", "10B"))
+    panel.minorticks_off()
+    figure.savefig(IMAGES / "advice.png", dpi=110)
+
+
+PICTURES = (
+    picture_of_steps,
+    picture_of_slow_links,
+    picture_of_losses,
+    picture_of_memory,
+    picture_of_bits,
+    picture_of_advice,
+)
+
+
 def main() -> int:
     """Write or check the tables; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a table differs")
     if parser.parse_args().check:
         return int(any(page.read_text() != rendered(page.read_text()) for page in pages()))
     for page in pages():
         page.write_text(rendered(page.read_text()))
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    for draw in (picture_of_steps, picture_of_slow_links, picture_of_losses, picture_of_memory):
+    plt = pyplot()
+    for draw in PICTURES:
         draw(plt)
         plt.close("all")
     return 0

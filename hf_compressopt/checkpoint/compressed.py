@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.state import Header, LoadPlan, State, fill
-from hf_compressopt.collectives.errors import GroupErrors, values_of
-from hf_compressopt.flat import chunk_range
-from hf_compressopt.format.index import CheckpointIndex, TensorEntry
-from hf_compressopt.format.plan import Per, StateTensor, TensorKey, plan_reads
-from hf_compressopt.format.shards import ShardFiles
-from hf_compressopt.kernels import Average, CompactErrors, on
-from hf_compressopt.kernels.errors import ERROR_BITS
-from hf_compressopt.kernels.messages import chunk_integer_message_nbytes, chunk_message_nbytes
-from hf_compressopt.kernels.variance import check_tops, decode_variance
+from hf_compressopt.checkpoint.state import Header, LoadPlan, State
+from hf_compressopt.checkpoint.stored import BYTES, CODE, MESSAGE, MOMENTS, TOP
+from hf_compressopt.collectives.errors import GroupErrors
+from hf_compressopt.format.index import TensorEntry
+from hf_compressopt.format.plan import Per, StateTensor, TensorKey
+from hf_compressopt.kernels import Average
+from hf_compressopt.kernels.messages import chunk_message_nbytes
+from hf_compressopt.kernels.variance import check_tops
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import GroupState, Moments
 from hf_compressopt.optim.options import (
@@ -46,14 +43,9 @@ from hf_compressopt.optim.state import (
 )
 from hf_compressopt.schedules import Stage
 
-#: Kinds of tensors: codes of the variance, their tops, and messages that are the momentum.
-CODE, TOP, MESSAGE = "exp_avg_sq_code", "exp_avg_sq_top", "exp_avg_message"
-#: Kinds of the errors.
+#: Kinds of the errors, of the mask of a group, and of the tensors of the whole optimizer.
 WORKER, SERVER = "worker_error", "server_error"
 _MASK, _OPTIMIZER = "exp_avg_mask", "optimizer"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-#: Dtype of what is bytes.
-BYTES = "uint8"
 
 
 def room_for_messages(
@@ -69,126 +61,6 @@ def room_for_messages(
         messages = torch.empty(world_size * stride, dtype=torch.uint8, device=device)
         found[start] = Average(count, None, messages, world_size, scale_block, stride)
     return found
-
-
-class CompactTensors:
-    """The compact tensors of a checkpoint, decoded part by part."""
-
-    def __init__(self, index: CheckpointIndex) -> None:
-        self._index, self._ranks = index, len(index.shards)
-        self._recent: tuple[int, int, Tensor] | None = None  # the part of a momentum that was decoded last
-
-    def __contains__(self, wanted: StateTensor) -> bool:
-        """True if the checkpoint has a wanted error, [n] float32, as messages."""
-        key = wanted.key.of_rank(0) if wanted.of_each_rank else wanted.key
-        entry = self._index.tensors.get(str(key))
-        return wanted.is_error and wanted.dtype == "float32" and entry is not None and entry.dtype == BYTES
-
-    def error_parts(self, wanted: StateTensor, files: ShardFiles) -> Iterator[Tensor]:
-        """Yield the elements of an error in order, [n] float32 each: the mean of all ranks' if each has its own."""
-        (numel,), keys = wanted.shape, [wanted.key]
-        if wanted.of_each_rank:
-            keys = [wanted.key.of_rank(rank) for rank in range(self._ranks)]
-        nbytes_of = partial(CompactErrors.nbytes, world_size=self._ranks)
-        whole = self._place_of(numel, numel, nbytes_of)
-        for bucket, count in self._buckets(numel, wanted.start, wanted.stop):
-            byte = self._place_of(bucket, numel, nbytes_of)
-            for rank, nbytes in enumerate(chunk_integer_message_nbytes(count, self._ranks, ERROR_BITS)):
-                first, last = (bucket + place for place in chunk_range(count, self._ranks, rank))
-                low, high = max(first, wanted.start), min(last, wanted.stop)
-                if low < high:
-                    total = torch.zeros(high - low, dtype=torch.float64, device="cpu")
-                    for key in keys:
-                        message = self._bytes(key, whole, byte, byte + nbytes, files)
-                        total += values_of(CompactErrors(message, last - first))[low - first : high - first]
-                    yield total.div_(len(keys)).float()
-                byte += nbytes
-
-    def moment(self, kind: str, name: str, group: int, shape: tuple[int, ...]) -> StateTensor | None:
-        """Return the description of a moment of a parameter that lies in a compact form, or None if it does not."""
-        keys = {"exp_avg": TensorKey(MESSAGE, group=group), "exp_avg_sq": TensorKey(CODE, name)}
-        if kind not in keys or str(keys[kind]) not in self._index.tensors:
-            return None
-        return StateTensor(TensorKey(kind, name), "float32", shape, 0, prod(shape))
-
-    def moment_parts(self, wanted: StateTensor, files: ShardFiles) -> Iterator[Tensor]:
-        """Yield the elements of a moment that :meth:`moment` describes, in order, [n] float32 each."""
-        group, place, start = self._place(wanted.key.owner)
-        if wanted.key.kind == "exp_avg_sq":
-            return self._variance_parts(wanted, group, place, files)
-        return self._momentum_parts(wanted, group, start, files)
-
-    def _variance_parts(self, wanted: StateTensor, group: int, place: int, files: ShardFiles) -> Iterator[Tensor]:
-        count = len(self._index.parameters[group])
-        top = torch.empty(1, dtype=torch.int32, device="cpu")
-        described = StateTensor(TensorKey(TOP, group=group), "int32", (count,), place, place + 1)
-        fill(top, plan_reads(self._index, described, self._ranks), files, self._index)
-        check_tops(top)
-        codes = replace(wanted, key=TensorKey(CODE, wanted.key.owner), dtype=BYTES)
-        for window in plan_reads(self._index, codes, self._ranks).windows(self._index.block_bytes):
-            part = torch.empty(window.nbytes, dtype=torch.uint8, device="cpu")
-            fill(part, window, files, self._index)
-            yield decode_variance(part, top)
-
-    def _momentum_parts(self, wanted: StateTensor, group: int, start: int, files: ShardFiles) -> Iterator[Tensor]:
-        low, high = start + wanted.start, start + wanted.stop
-        numel = sum(prod(parameter["shape"]) for parameter in self._index.parameters[group])
-        for first, count in self._buckets(numel, low, high):
-            values = self._momentum(group, first, count, numel, files)
-            yield values[max(low - first, 0) : high - first].clone()
-
-    def _momentum(self, group: int, first: int, count: int, numel: int, files: ShardFiles) -> Tensor:
-        if self._recent is None or self._recent[:2] != (group, first):
-            start, stop, whole = (self._place_of(n, numel, self._message_nbytes) for n in (first, first + count, numel))
-            messages = self._bytes(TensorKey(MESSAGE, group=group), whole, start, stop, files)
-            scale_block, values = self._scale_block, torch.empty(count, dtype=torch.float32, device="cpu")
-            stride = (stop - start) // self._ranks
-            on(values).decompress_(Average(count, None, messages, self._ranks, scale_block, stride), values)
-            self._recent = group, first, values
-        return self._recent[2]
-
-    def _bytes(self, key: TensorKey, whole: int, start: int, stop: int, files: ShardFiles) -> Tensor:
-        wanted = StateTensor(key, BYTES, (whole,), start, stop)
-        found = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
-        fill(found, plan_reads(self._index, wanted, self._ranks), files, self._index)
-        return found
-
-    @property
-    def _bucket_numel(self) -> int:
-        numel: int = self._index.header["bucket_numel"]
-        check_count("bucket_numel", numel)
-        return numel
-
-    @property
-    def _scale_block(self) -> int | None:
-        block: int | None = self._index.header["scale_block"]
-        check_scale_block(block)
-        return block
-
-    def _buckets(self, numel: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the first element and the elements of the buckets that hold the elements [start, stop)."""
-        size = self._bucket_numel
-        for first in range(start // size * size, stop, size) if start < stop else ():
-            yield first, min(size, numel - first)
-
-    def _place_of(self, element: int, numel: int, nbytes_of: Callable[[int], int]) -> int:
-        """Return the byte at which the bucket that begins with an element begins, or at which the last one ends."""
-        size = min(self._bucket_numel, numel)
-        full, rest = divmod(element, size) if size else (0, 0)
-        return full * nbytes_of(size) + nbytes_of(rest)
-
-    def _message_nbytes(self, numel: int) -> int:
-        return self._ranks * chunk_message_nbytes(numel, self._ranks, self._scale_block)[0]
-
-    def _place(self, name: str) -> tuple[int, int, int]:
-        """Return the param group of a parameter, its place in the group, and its first element there."""
-        for group, parameters in enumerate(self._index.parameters):
-            start = 0
-            for place, parameter in enumerate(parameters):
-                if parameter["name"] == name:
-                    return group, place, start
-                start += prod(parameter["shape"])
-        raise ValueError(f"the checkpoint has no parameter {name!r}")
 
 
 @dataclass(frozen=True)
@@ -222,11 +94,7 @@ class GroupBuffers:
         return cls(state, moments, state.errors.room(compact=as_saved))
 
     def tensors(self, names: Sequence[str], own: Sequence[str], rank: int) -> Iterator[StateTensor]:
-        """Yield the tensors of the group.
-
-        ``own`` are the kinds that are now each rank's own, where "param" stands for the parameter itself; ``rank`` is
-        this rank among all.
-        """
+        """Yield the tensors of the group. ``own``: the kinds that are each rank's own; "param" is the parameter."""
         for index, name in zip(range(len(self.state.params)), names, strict=True):
             yield from self._of_parameter(index, name, own, rank)
         yield from self._of_group()
@@ -236,7 +104,7 @@ class GroupBuffers:
     def _of_parameter(self, index: int, name: str, own: Sequence[str], rank: int) -> Iterator[StateTensor]:
         state, moments, param, tensors = self.state, self.moments, self.state.params[index], dict[str, Tensor]()
         for piece in [] if moments.shards is None else moments.shards.pieces(index):
-            for kind in _MOMENTS:
+            for kind in MOMENTS:
                 yield StateTensor.of(TensorKey(kind, name), piece[kind], tuple(param.shape), piece["start"])
         if moments.shards is None or not param.numel():
             if not moments.last:  # else messages are the momentum
@@ -377,7 +245,6 @@ class FlatState(State):
         return LoadPlan(wanted, commit, checks)
 
     def _checked_groups(self, header: Header) -> list[dict[str, Any]]:
-        """The hyperparameters of each param group of a header that fits this optimizer."""
         optimizer, values = self._optimizer, header.values
         check_header(optimizer, values if header.compressed else plain_header(optimizer, values["step"]))
         own = [number for number, state in enumerate(optimizer._states) if state.own_rank is not None]
@@ -432,8 +299,7 @@ class FlatState(State):
 
 
 def _plain_tensors(param: Tensor, name: str, entries: Mapping[str, TensorEntry]) -> list[StateTensor]:
-    """Memory for the moments and the step of a parameter, if a checkpoint has them."""
-    keys = [*(TensorKey(kind, name) for kind in _MOMENTS), TensorKey("step", name, per=Per.SCALAR)]
+    keys = [*(TensorKey(kind, name) for kind in MOMENTS), TensorKey("step", name, per=Per.SCALAR)]
     found = [entries.get(str(key)) for key in keys]
     if not any(found):
         return []

@@ -24,10 +24,9 @@ import torch
 
 from hf_compressopt.checkpoint.compressed import FlatState
 from hf_compressopt.checkpoint.load import load
-from hf_compressopt.checkpoint.low_bit import CompressionState, FSDPState
 from hf_compressopt.checkpoint.partitioned import PartitionedState, PlainState
 from hf_compressopt.checkpoint.save import HostCopy, Snapshot, take_snapshot, write_snapshot
-from hf_compressopt.checkpoint.state import State
+from hf_compressopt.checkpoint.state import CompressionState, FSDPState, State
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import INDEX_NAME, check_prefix
 from hf_compressopt.fsdp.compression import FSDPCompression
@@ -56,7 +55,9 @@ def save_state(
 ) -> None:
     """Save an optimizer's whole state, with every rank's errors. All ranks call, and return together.
 
-    An earlier checkpoint in the same folder stays loadable until the new one is whole, and is removed then.
+    An earlier checkpoint in the same folder stays loadable until the new one is whole, and is removed then::
+
+        save_state(optimizer, "checkpoint", names=[name for name, _ in model.named_parameters()])
 
     Args:
         optimizer: The optimizer. An optimizer of another package, such as torch's AdamW, must have the same state on

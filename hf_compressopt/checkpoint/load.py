@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hf_compressopt.checkpoint.adamw import Stored, source_of
 from hf_compressopt.checkpoint.state import LoadPlan, State
+from hf_compressopt.checkpoint.stored import Stored, source_of
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import (
     BY_PLACE,
@@ -84,7 +84,6 @@ def _agreed_index(communicator: Communicator, path: Path) -> tuple[CheckpointInd
 
 
 def _out_of_reach(number: int, problem: str, file: str, places: Sequence[tuple[str, str, Any]], rank: int) -> str:
-    """Return the error to raise if this rank needs a shard that only other ranks have."""
     for other, (host, folder, absent) in enumerate(places):
         if number not in dict(absent):
             return (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +20,8 @@ from hf_compressopt.format.plan import MASTER, REPLICA, Per, StateTensor, Tensor
 from hf_compressopt.optim.options import check_count, check_plain, check_ranks, group_from_plain, plain_group
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 from hf_compressopt.zero.parameters import PartitionedParameters
-from hf_compressopt.zero.parts import Part, UpdateBucket, element_state, write_span
-from hf_compressopt.zero.state_dict import (
-    FUNCTIONAL,
-    check_header,
-    header_of,
-    load_groups,
-    load_header,
-    set_state,
-)
+from hf_compressopt.zero.parts import element_state, write_span
+from hf_compressopt.zero.state_dict import FUNCTIONAL, Row, check_header, header_of, load_header, rows_of, take_rows
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -119,7 +112,6 @@ class PlainState(State):
         super().__init__(own, names, trainable)
 
     def _called(self, names: Sequence[Sequence[str]]) -> Iterator[tuple[int, Tensor, str]]:
-        """Yield each trainable parameter with its number in state dicts and its name."""
         return zip(self._numbers, chain.from_iterable(self.params), chain.from_iterable(names), strict=True)
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
@@ -209,7 +201,6 @@ class _Decoded:
 
 
 def error_tensors(partition: PartitionedParameters, called: Sequence[str]) -> Iterator[StateTensor]:
-    """Describe this rank's errors; they are decoded when they are written."""
     return _described(partition, called, lambda *at: _Decoded(at[2] - at[1], partial(_errors_of, partition, *at)))
 
 
@@ -242,7 +233,6 @@ def _ranges(partition: PartitionedParameters) -> Iterator[tuple[int, list[tuple[
 
 
 def _errors_of(partition: PartitionedParameters, number: int, start: int, stop: int) -> Tensor:
-    """Decode the errors of elements [start, stop) of a parameter, float32."""
     error = torch.empty(stop - start, dtype=torch.float32, device=partition.tensors[number].device)
     for gradients in partition.reducer.slices:
         spans = [] if gradients.errors is None else gradients.error_places.get(number, [])
@@ -255,7 +245,6 @@ def _errors_of(partition: PartitionedParameters, number: int, start: int, stop: 
 
 
 def _take_errors(partition: PartitionedParameters, rooms: Mapping[int, Tensor]) -> None:
-    """Take over the errors that were read, by the numbers of their parameters."""
     for gradients in partition.reducer.slices:
         if gradients.errors is None:
             continue
@@ -268,15 +257,6 @@ def _take_errors(partition: PartitionedParameters, rooms: Mapping[int, Tensor]) 
 
 
 # -- inside a ZeroOptimizer -------------------------------------------------------------------------------------------
-
-
-class _Staged(NamedTuple):
-    """Values that were read for a part of a parameter, by the key of its state."""
-
-    bucket: UpdateBucket
-    part: Part
-    key: TensorKey
-    local: Tensor
 
 
 class PartitionedState(State):
@@ -302,17 +282,12 @@ class PartitionedState(State):
         optimizer.partition.require_replicas("save_state()")
         tensors = list(error_tensors(optimizer.partition, called))
         singles: dict[TensorKey, str] = {}
-        for bucket, part in optimizer.partition.parts():
-            state = bucket.state_of(part)
-            shape, name = tuple(optimizer.partition.tensors[part.param].shape), called[part.param]
+        for _, part, row in rows_of(optimizer):
+            state, shape, name = row.pop("state"), optimizer.partition.tensors[part.param].shape, called[part.param]
             _check_keys(state, optimizer.optimizer_class.__name__)
-            whole = {key: state[key] for key in element_state(state, part)}
-            if not part.direct:
-                whole[MASTER] = part.tensor
-            if part.is_ahead:
-                whole[REPLICA] = part.replica_in(optimizer.partition.tensors[part.param])
+            whole = {key: state[key] for key in element_state(state, part)} | row
             for kind, value in whole.items():
-                tensors.append(StateTensor.of(TensorKey(kind, name), value, shape, part.span.start))
+                tensors.append(StateTensor.of(TensorKey(kind, name), value, tuple(shape), part.span.start))
             for kind, value in state.items():  # a value per parameter is beside every part of it
                 if kind not in whole and value is not None:
                     single = self._single(kind, name, value)
@@ -351,8 +326,9 @@ class PartitionedState(State):
         own = [number for number, group in enumerate(optimizer.param_groups) if group.get("process_group") is not None]
         check_ranks(header.values["world_size"], self.communicator.world_size, own)
         groups = _groups_to_load(optimizer.param_groups, header, names, entries)
-        rows = list(self._wanted(called, header, entries))
-        staged, wanted = [row for row, _ in rows], [tensor for _, tensor in rows]
+        rows: list[Row] = [(bucket, part, {"state": {}}) for bucket, part in partition.parts()]
+        staged = list(self._staged(rows, called, header, entries))
+        wanted = [tensor for _, tensor in staged]
         errors: dict[int, Tensor] = {}
 
         def room(number: int, start: int, stop: int) -> Tensor:
@@ -367,72 +343,55 @@ class PartitionedState(State):
 
         def commit() -> None:
             _take_errors(partition, errors)
-            self._commit(staged, header, groups)
-            self._synchronize(staged, {key.kind for keys in keys_by_parameter(entries).values() for key in keys})
+            for (_, part, row), tensor in staged:
+                key, local = tensor.key, tensor.local
+                if key.kind in (MASTER, REPLICA):
+                    row[key.kind] = local
+                elif key.per is Per.ELEMENT and not part.direct and not header.is_partitioned:
+                    row["state"][key.kind] = local.to(part.tensor.dtype)  # it was a 16-bit parameter's
+                else:
+                    row["state"][key.kind] = local.item() if key.per is Per.NUMBER else local
+            take_rows(optimizer, rows, groups)
+            load_header(optimizer, header.values)
+            self._synchronize(rows, {TensorKey.parse(name).kind for name in entries})
 
         return LoadPlan(wanted, commit)
 
-    def _wanted(
-        self, called: Sequence[str], header: Header, entries: Mapping[str, TensorEntry]
-    ) -> Iterator[tuple[_Staged, StateTensor]]:
-        """Describe what a checkpoint holds of this rank's parts, and memory for it."""
-        optimizer, of_parameter = self._optimizer, keys_by_parameter(entries)
-        for bucket, part in optimizer.partition.parts():
-            name, param = called[part.param], optimizer.partition.tensors[part.param]
+    def _staged(
+        self, rows: Sequence[Row], called: Sequence[str], header: Header, entries: Mapping[str, TensorEntry]
+    ) -> Iterator[tuple[Row, StateTensor]]:
+        of_parameter = keys_by_parameter(entries)
+        for row in rows:
+            bucket, part, _ = row
+            name, param = called[part.param], self._optimizer.partition.tensors[part.param]
             keys, master = of_parameter.get(name, []), TensorKey(MASTER, name)
             if part.tensor.dtype != param.dtype and master not in keys and header.is_partitioned:
                 keys = [*keys, master]  # its absence is an error; an ordinary optimizer has none to save
-            if not part.is_ahead:
-                keys = [key for key in keys if key.kind != REPLICA]
-            for key in keys:
+            for key in keys if part.is_ahead else [key for key in keys if key.kind != REPLICA]:
                 entry = entries.get(str(key)) or TensorEntry(dtype_name(part.tensor), tuple(param.shape), ())
-                shape, start = entry.shape, 0
+                shape, start, live = entry.shape, 0, None
                 if key.per is Per.ELEMENT:
                     fits, shape, start = shape == tuple(param.shape), (part.span.numel,), part.span.start
+                    live = part.tensor if key.kind == MASTER else bucket.state_of(part).get(key.kind)
                 else:
                     fits = shape == () if key.per is Per.NUMBER else prod(shape) == 1
                 if not fits:
                     raise _misfit(key, entry, param)
-                live = bucket.state_of(part).get(key.kind) if key.per is Per.ELEMENT else None
-                local = _room_for(part.tensor if key.kind == MASTER else live, shape, entry.dtype)
-                yield _Staged(bucket, part, key, local), StateTensor.of(key, local, entry.shape, start)
+                yield row, StateTensor.of(key, _room_for(live, shape, entry.dtype), entry.shape, start)
 
-    def _commit(self, staged: Sequence[_Staged], header: Header, groups: Sequence[dict[str, Any]]) -> None:
-        optimizer = self._optimizer
-        states: dict[int, dict[str, Any]] = {id(part): {} for _, part in optimizer.partition.parts()}
-        with_master = {id(part) for _, part, key, _ in staged if key.kind == MASTER}
-        for _, part in optimizer.partition.parts():
-            if id(part) not in with_master:
-                part.read_from(optimizer.partition.tensors[part.param])
-        for _, part, key, local in staged:
-            if key.kind == MASTER:
-                part.tensor.copy_(local)
-            elif key.kind == REPLICA:
-                continue
-            elif key.per is Per.NUMBER:
-                states[id(part)][key.kind] = local.item()
-            elif key.per is Per.ELEMENT and not part.direct and not header.is_partitioned:
-                states[id(part)][key.kind] = local.to(part.tensor.dtype)  # it was a 16-bit parameter's
-            else:
-                states[id(part)][key.kind] = local
-        for bucket, part in optimizer.partition.parts():
-            set_state(optimizer, bucket, part, states[id(part)])
-        load_groups(optimizer.param_groups, groups)
-        load_header(optimizer, header.values)
-
-    def _synchronize(self, staged: Sequence[_Staged], kinds: set[str]) -> None:
+    def _synchronize(self, rows: Sequence[Row], kinds: set[str]) -> None:
         """Give all ranks the parameters that belong to the masters of a checkpoint with these kinds of tensors."""
         partition = self._optimizer.partition
-        direct = MASTER in kinds and any(row.part.direct and row.key.kind == MASTER for row in staged)
+        direct = MASTER in kinds and any(part.direct and MASTER in row for _, part, row in rows)
         if MASTER not in kinds or not (
             partition.has_replicas or REPLICA in kinds or any(self.communicator.all_gather_object(direct))
         ):
             return
         for _, part in partition.parts():
             part.write_back(partition.tensors[part.param])
-        for _, part, key, local in staged:
-            if key.kind == REPLICA:
-                write_span(partition.tensors[part.param], part.span.start, part.span.stop, local)
+        for _, part, row in rows:
+            if REPLICA in row:
+                write_span(partition.tensors[part.param], part.span.start, part.span.stop, row[REPLICA])
         partition.share_parts()
         for _, part in partition.parts():
             if part.is_ahead:

@@ -27,10 +27,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from hf_compressopt.checkpoint.adamw import MOMENTS, STEP, AdamView, Entry
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
 from hf_compressopt.checkpoint.partitioned import PlainState
-from hf_compressopt.checkpoint.state import bytes_of
+from hf_compressopt.checkpoint.stored import MOMENTS, STEP, AdamView, Entry, bytes_of
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import (
     BY_PLACE,
@@ -78,7 +77,7 @@ def find_index(directory: str | os.PathLike[str], prefix: str | None = None) -> 
 def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = False) -> list[str]:
     """Write a checkpoint of any of our optimizers as one file of AdamW's state, in little memory.
 
-    The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.adamw`. Everything that is read
+    The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.stored`. Everything that is read
     is verified. The file, ``.safetensors`` or ``.pt`` for torch.load, gets its name only when it is whole.
 
     Returns:
@@ -140,10 +139,7 @@ def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
 
 
 class _Imported(PlainState):
-    """The state of a file; ``by_place`` says that its parameters have no names, only places.
-
-    This process writes the checkpoint alone, even if a launcher announces other ranks.
-    """
+    """The state of a file, which this process saves alone; ``by_place``: its parameters have places, and no names."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, by_place: bool) -> None:
         super().__init__(optimizer, TorchCommunicator(alone=True))

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.checkpoint.state import State, bytes_of, not_alike
+from hf_compressopt.checkpoint.state import State, not_alike
+from hf_compressopt.checkpoint.stored import bytes_of
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import BLOCK_BYTES, INDEX_NAME, SHARD_NAME, CheckpointIndex, Piece, Shard, TensorEntry
 from hf_compressopt.format.plan import Per, StateTensor, TensorKey
@@ -54,7 +55,6 @@ class Snapshot:
         return self.folder / name
 
     def remove(self) -> None:
-        """Remove the files that this rank has written or begun."""
         for file in (self.shard_file(self.rank), begun(self.shard_file(self.rank))):
             with suppress(OSError):
                 file.unlink(missing_ok=True)
@@ -123,7 +123,6 @@ class HostCopy:
 
 
 def begun(shard: Path) -> Path:
-    """The name of a shard that is being written."""
     return shard.with_suffix(".tmp")
 
 

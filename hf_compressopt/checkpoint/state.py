@@ -1,10 +1,10 @@
-"""What a checkpoint knows of an optimizer's state, whichever optimizer it is."""
+"""The state of any optimizer as checkpoints see it."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.format.index import CheckpointIndex, TensorEntry
-from hf_compressopt.format.plan import Plan, Read, StateTensor, TensorKey, dtype_name
-from hf_compressopt.format.shards import ShardFiles
+from hf_compressopt.collectives.errors import GroupErrors
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.format.index import NODE_SIZE, TensorEntry
+from hf_compressopt.format.plan import StateTensor, TensorKey, dtype_name
+from hf_compressopt.fsdp.compression import FSDPCompression
+from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.optim.options import check_names
 
 #: The optimizers whose state is Adam's moments: as they are, or inside a ZeroOptimizer.
@@ -101,7 +104,6 @@ class State(ABC):
         return grouped
 
     def described(self, names: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
-        """Return name, shape and dtype of the parameters of each param group that all ranks hold."""
         return [
             [
                 {"name": name, "shape": list(param.shape), "dtype": dtype_name(param)}
@@ -130,37 +132,139 @@ def not_alike(key: object) -> str:
     )
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
+# -- the errors of gradients that are compressed in DDP or FSDP2 -------------------------------------------------------
 
 
-def fill(values: Tensor | None, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:
-    """Read what a plan says into ``values`` [numel], on any device, or only verify it.
+class LowBitState(State):
+    """Errors as float32 values, so that buckets and meshes of any size can load them."""
 
-    A mean is summed in float64, in rank order.
+    def __init__(
+        self,
+        compression: GradientCompression | FSDPCompression,
+        communicator: Communicator,
+        params: Mapping[str, Tensor],
+        errors: Sequence[GroupErrors],
+        node_size: int,
+    ) -> None:
+        super().__init__(communicator, [list(params)], [list(params.values())])
+        self._compression, self._errors, self._node_size = compression, errors, node_size
+        self._title = type(compression).__name__
+
+    def header(self) -> dict[str, Any]:
+        compression = self._compression
+        return {
+            **({NODE_SIZE: self._node_size} if self._node_size > 1 else {}),
+            "optimizer": self._title,
+            "step": compression.steps,
+            "skipped_steps": compression.skipped_steps,
+            "world_size": self.communicator.world_size,
+            "bits": compression.bits,
+            "bytes_sent": compression.traffic.total_bytes,
+        }
+
+    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
+        """A single rank, or replica of FSDP2, has no errors."""
+        return self._tensors(names, self._errors)
+
+    def _tensors(self, names: Sequence[Sequence[str]], errors: Sequence[GroupErrors]) -> list[StateTensor]:
+        if not any(group.worker.numel() or group.server.numel() for group in errors):
+            return []
+        values = [group.values() if group.compact else (group.worker, group.server) for group in errors]
+        return [tensor for tensor in self._described(names[0], values) if tensor.local.numel()]
+
+    @abstractmethod
+    def _described(self, names: Sequence[str], values: Sequence[tuple[Tensor, Tensor]]) -> Iterator[StateTensor]:
+        """Describe worker and server errors."""
+
+    def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
+        """Set the errors to zero if the run that saved had none."""
+        compression, values = self._compression, header.values
+        if header.title != self._title:
+            raise ValueError(f"it is of {header.title}, not of {self._title}")
+        is_fsdp = isinstance(compression, FSDPCompression)  # whose replicas have errors, where elsewhere ranks have
+        known = values["world_size"] > (values.get(NODE_SIZE, 1) if is_fsdp else 1)
+        served = not is_fsdp or any(name.startswith("server_error/") for name in entries)
+        rooms = [errors.room(compact=False) for errors in self._errors]
+
+        def commit() -> None:
+            for errors, room in zip(self._errors, rooms, strict=True):
+                if not known:
+                    errors.zero_()
+                    continue
+                if not served:  # saved without replicas
+                    room.server.zero_()
+                if room is not errors:
+                    errors.copy_(room.worker, room.server)
+            if isinstance(compression, FSDPCompression):
+                compression.gather_in_full()
+                compression.set_counters(values["step"], values["skipped_steps"])
+            else:
+                compression.steps, compression.skipped_steps = values["step"], values["skipped_steps"]
+            compression.traffic.restore(values["bytes_sent"])
+
+        wanted = self._tensors(names, rooms) if known else []
+        return LoadPlan([tensor for tensor in wanted if served or tensor.key.kind != "server_error"], commit)
+
+
+class CompressionState(LowBitState):
+    """The state of a GradientCompression: one flat tensor for each rank's own errors, and one for the servers'."""
+
+    def __init__(self, compression: GradientCompression) -> None:
+        params = dict(zip(compression.names, compression.params, strict=True))
+        ranks = compression.communicator
+        super().__init__(compression, ranks, params, [compression.errors], ranks.topology.node_size)
+        self._layout = compression.layout
+
+    def _described(self, names: Sequence[str], values: Sequence[tuple[Tensor, Tensor]]) -> Iterator[StateTensor]:
+        (errors,), ((worker, server),), place = self._errors, values, self.communicator.topology
+        own: dict[str, Any] = {"of_each_rank": True, "node_size": place.node_size}
+        for key, found, range_of, options in (
+            (TensorKey("worker_error", group=0, rank=place.node), worker, errors.sent_range, own),
+            (TensorKey("server_error", group=0), server, errors.own_range, {}),
+        ):
+            ranges = [range_of(bucket) for bucket in self._layout.buckets]
+            for (start, _), part in zip(ranges, torch.split(found, [b - a for a, b in ranges]), strict=True):
+                yield StateTensor.of(key, part, (self._layout.numel,), start, is_error=True, **options)
+
+
+class FSDPState(LowBitState):
+    """The state of an FSDPCompression: for each parameter the worker error of each replica, and the servers' errors.
+
+    They are in the order of the parameter's elements. Without replicas each rank has worker errors of all elements, and
+    there are no servers' errors.
     """
-    if values is None or len(plan.sources) == 1:
-        for reads in plan.sources:
-            _read_source(values, reads, files)
-        return
-    values.zero_()
-    start = 0
-    for window in plan.windows(index.block_bytes) if plan.sources else ():
-        part = torch.empty(window.nbytes // values.element_size(), dtype=values.dtype, device="cpu")
-        mean = torch.zeros(part.numel(), dtype=torch.float64, device="cpu")
-        for reads in window.sources:
-            _read_source(part, reads, files)
-            mean += part
-        values[start : start + part.numel()] = mean.div_(len(window.sources))
-        start += part.numel()
 
+    def __init__(self, compression: FSDPCompression) -> None:
+        peers, self._shard = compression.communicator, compression.replica.rank
+        self._gather_in_full = compression.gather_in_full
+        self._units, self._replica = compression.units, peers.rank
+        found = {n: p for errors in self._units for n, p in zip(errors.unit.names, errors.unit.params, strict=True)}
+        params = {name: found[name] for name in sorted(found)}  # in one order, whatever the units are
+        ranks, together = TorchCommunicator(device=peers.device), 1
+        if compression.replicated:
+            together = compression.replica.world_size
+        place = peers.rank * together + (self._shard if compression.replicated else 0)
+        if (ranks.world_size, ranks.rank) != (peers.world_size * together, place):
+            raise ValueError(
+                "a checkpoint of compress_fsdp needs a mesh of all ranks in their order, as init_device_mesh makes it: "
+                "save its state_dict() on each rank instead"
+            )
+        super().__init__(compression, ranks, params, [errors.kept for errors in self._units], together)
 
-def _read_source(values: Tensor | None, reads: Sequence[Read], files: ShardFiles) -> None:
-    for read in reads:
-        out = None if values is None else values.view(torch.uint8)[read.offset : read.offset + read.end - read.begin]
-        memory = out.numpy().data if out is not None and out.device.type == "cpu" else None
-        for begin, part in files[read.piece.shard].blocks(read.piece, read.entry, read.begin, read.end, memory):
-            if out is not None and memory is None:
-                offset = begin - read.begin
-                out[offset : offset + len(part)] = torch.frombuffer(part, dtype=torch.uint8)
+    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
+        """See the base class. The replicas of parameters are not saved: this run gathers anew, as one that resumes."""
+        self._gather_in_full()
+        return super().tensors(names)
+
+    def _described(self, names: Sequence[str], values: Sequence[tuple[Tensor, Tensor]]) -> Iterator[StateTensor]:
+        called = {own: (name, p.shape) for own, name, p in zip(self._names[0], names, self.params[0], strict=True)}
+        mine: dict[str, Any] = {"of_each_rank": True, "node_size": self._node_size}
+        for errors, held in zip(self._units, values, strict=True):
+            for kind, shard, start, found in errors.runs(held, self._shard):
+                rank, own = (self._replica, mine) if kind == "worker_error" else (None, {})
+                for known, offset, numel, first in errors.unit.places(shard):
+                    low, high = max(start, offset), min(start + found.numel(), offset + numel)
+                    if low < high:
+                        (name, shape), part = called[known], found[low - start : high - start]
+                        key, at = TensorKey(kind, name, rank=rank), first + low - offset
+                        yield StateTensor.of(key, part, tuple(shape), at, is_error=True, **own)

@@ -144,10 +144,7 @@ class GradientOwner:
 
     A parameter has one owner at most. A new one takes over, with a warning. An ordinary optimizer is not seen before
     its first step: if the owner has taken the gradients which that step should have used, the step raises an error.
-
-    Attributes:
-        name: The kind of optimizer, for messages.
-        detached: Whether the hooks were removed: gradients stay in ``p.grad``.
+    Where ``detached``, gradients stay in ``p.grad``.
     """
 
     def __init__(self, name: str, arrived: Callable[[int], None], holds: Callable[[], bool]) -> None:
@@ -288,12 +285,7 @@ class BackwardPasses:
 
     Of several in a process, the one made first sends while backward runs. The others send at its end, one after
     another: even if graphs complete the parameters of two optimizers in different orders, all ranks send in one.
-
-    Attributes:
-        order: The buckets.
-        hooks: The hooks on the parameters.
-        enabled: Whether gradients are sent, and not left in ``p.grad``.
-        done: Whether gradients stay in ``p.grad`` until the next step, for senders that send one pass per step.
+    Gradients stay in ``p.grad`` if it is not ``enabled``, or ``done`` until the next step.
     """
 
     def __init__(self, sender: Sender, name: str, communicator: Communicator) -> None:

@@ -28,17 +28,14 @@ _Result = TypeVar("_Result")
 class Traffic:
     """Counters that every communicator of an optimizer writes to.
 
-    Bytes are what this rank sends to other ranks, by the volume of the collective's bandwidth-optimal algorithm
-    (headers of lower layers excluded). Seconds are host seconds in which the caller was blocked by the collective: on
-    a device whose queue is asynchronous to the host they are a lower bound.
+    Bytes are what this rank sends to other ranks, by the volume of the collective's bandwidth-optimal algorithm.
+    Seconds are those in which the host was blocked: a lower bound where a device's queue is asynchronous.
 
     Attributes:
-        bytes: Bytes sent, by kind; with the hierarchical topology those that stay inside the node are not among them.
-        node_bytes: Bytes sent inside the node by the hierarchical topology, by kind.
+        bytes: Bytes sent, by kind; in the hierarchical topology ``node_bytes`` has those that stay inside the node.
         seconds: Seconds waited, by kind.
         step_bytes: Bytes sent in the last step, inside the node not counted.
-        round_bytes: Bytes of the last step, or of the last sync of local steps.
-        round_steps: 1, or the steps of that interval.
+        round_bytes: Bytes of the last step, or of the last interval of ``round_steps`` local steps.
     """
 
     def __init__(self, whole: Traffic | None = None) -> None:
@@ -292,7 +289,7 @@ class Communicator(ABC):
         undo: Callable[[], None] = lambda: None,
         others: type[Exception] = OSError,
     ) -> _Result:
-        """As :meth:`gather_together`, for any kind of result; returns this rank's."""
+        """Run :meth:`gather_together` for any kind of result, and return this rank's."""
         results: list[_Result] = []
         self.gather_together(lambda: results.append(action()), undo, others)
         return results[0]
@@ -304,18 +301,10 @@ class Communicator(ABC):
         dtype: torch.dtype = torch.float64,
         sketch: Tensor | None = None,
     ) -> tuple[list[float], list[bool]]:
-        """Sum some values over the ranks, and compare some numbers, in one small all-reduce and one fetch.
+        """Sum values, [] each, over the ranks, and compare numbers below DIGEST_BOUND, in one small all-reduce.
 
-        Numbers are all alike if and only if their mean square is the square of their mean.
-
-        Args:
-            values: [] each, as many on all ranks.
-            digests: Numbers in [0, DIGEST_BOUND), as many on all ranks.
-            dtype: Of the message, float64 or float32.
-            sketch: [k], of whose mean over the ranks the squared norm is wanted, too.
-
-        Returns:
-            The sums, and the squared norm behind them; and for each digest whether all ranks have the same one.
+        Numbers are all alike if and only if their mean square is the square of their mean. Returns the sums, behind
+        them the squared norm of the mean of ``sketch``, and for each digest whether all ranks have the same one.
         """
         bits = _BITS_TOGETHER[dtype]
         shifts = range(0, _DIGEST_BITS, bits)

@@ -535,7 +535,13 @@ def average_gradients(
 ) -> None:
     """Average ``p.grad`` over the ranks, in place, for a training loop without DDP. All ranks call.
 
-    Call it between ``backward()`` and ``step()``. Given a compressed optimizer, it does what the optimizer's plan says,
+    Call it between ``backward()`` and ``step()``::
+
+        loss.backward()
+        average_gradients(optimizer)
+        optimizer.step()
+
+    Given a compressed optimizer, it does what the optimizer's plan says,
     in the form that its ``warmup_bits`` say: in steps that need local gradients it does nothing. A parameter without a
     gradient on some of the ranks counts as zero there; one without a gradient on any rank stays without.
 

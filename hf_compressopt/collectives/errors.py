@@ -56,7 +56,8 @@ class GroupErrors:
     """The errors of the buckets of a flat layout.
 
     A single rank has none, except between the load of a checkpoint of more ranks and its first compressed step. Those
-    are float32 values. In the hierarchical topology a rank has the worker errors of its shard of each bucket.
+    are float32 values. In the hierarchical topology a rank has the worker errors of its shard of each bucket. Averages
+    that are not ``served`` to other ranks, those of a reduce-scatter, have no server errors.
 
     Attributes:
         compact: Whether errors lie in 8 bits.
@@ -66,9 +67,16 @@ class GroupErrors:
     """
 
     def __init__(
-        self, layout: FlatLayout, communicator: Communicator, device: torch.device, *, compact: bool, used: bool
+        self,
+        layout: FlatLayout,
+        communicator: Communicator,
+        device: torch.device,
+        *,
+        compact: bool,
+        used: bool,
+        served: bool = True,
     ) -> None:
-        self._layout, self._communicator = layout, communicator
+        self._layout, self._communicator, self._served = layout, communicator, served
         self.compact = compact and communicator.world_size > 1
         dtype = torch.uint8 if self.compact else torch.float32
         sizes = self.sizes_of(dtype) if used and communicator.world_size > 1 else (0, 0)
@@ -88,7 +96,7 @@ class GroupErrors:
     def _owned(self) -> list[int]:
         """Return for each bucket the elements whose server this rank is."""
         ranges = (self.own_range(bucket) for bucket in self._layout.buckets)
-        return [stop - start for start, stop in ranges]
+        return [stop - start if self._served else 0 for start, stop in ranges]
 
     def _by_bucket(self, worker: Tensor, server: Tensor) -> list[ErrorFeedback]:
         """Return the parts of two buffers, of either form, that belong to each bucket."""
@@ -208,8 +216,8 @@ class GroupErrors:
         """Return these errors if they have this form, else others that have it, to be filled."""
         if compact == self.compact:
             return self
-        used = self.worker.numel() > 0
-        return GroupErrors(self._layout, self._communicator, self.worker.device, compact=compact, used=used)
+        options = {"compact": compact, "used": self.worker.numel() > 0, "served": self._served}
+        return GroupErrors(self._layout, self._communicator, self.worker.device, **options)
 
     def zero_(self) -> None:
         """Set all errors to 0."""

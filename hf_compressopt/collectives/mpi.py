@@ -21,12 +21,6 @@ class MpiCommunicator(Communicator):
 
     Tensors on a device travel through host buffers, unless ``cuda_aware`` hands them to the library directly.
 
-    Args:
-        process_group: The group; None is all ranks.
-        device: Device of the tensors to be sent.
-        traffic: Counters to write to; None for new ones.
-        cuda_aware: Hand CUDA tensors to the library directly.
-
     Raises:
         ValueError: If mpi4py is not installed, if the library has no CUDA support but ``cuda_aware`` wants it, or if
             MPI numbers the ranks otherwise than torch.distributed.

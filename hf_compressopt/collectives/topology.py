@@ -148,7 +148,7 @@ class TopologyOptions:
             raise ValueError(f"node_size must be >= 1, got {self.node_size}")
         if self.topology == FLAT and self.node_size > 1:
             raise ValueError(
-                f"node_size={self.node_size} belongs to two levels, and topology is 'flat': give "
+                f"node_size={self.node_size} belongs to the hierarchical topology, and topology is 'flat': give "
                 "topology='hierarchical', or leave node_size out"
             )
 
@@ -197,7 +197,7 @@ def node_size_of_hosts(hosts: Sequence[str], announced: Sequence[Any]) -> tuple[
 def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_block: int | None = 0) -> Communicator:
     """Return the ranks in the topology that the user wants. All ranks call, unless the topology is flat.
 
-    "auto" takes two levels if there are at least two nodes, all with the same number of ranks, at least two. It asks
+    "auto" is hierarchical if there are at least two nodes, all with the same number of ranks, at least two. It asks
     the launcher. Without a launcher, and on one node, the topology is flat, and this function sends nothing.
     """
     told = _announced()
@@ -256,11 +256,11 @@ def _agreed_size(communicator: Communicator, wanted: TopologyOptions, told: int 
 
 
 def _refusal(communicator: Communicator, scale_block: int | None) -> str:
-    """Return the reason why two levels are not possible; "" if they are."""
+    """Return the reason why the topology cannot be hierarchical; "" if they are."""
     if scale_block is None:
-        return "two levels need a scale_block, got None (one scale for the chunks of all ranks): give scale_block=4096."
+        return "a hierarchical topology needs a scale_block, not None (one scale for all ranks): give scale_block=4096."
     if not communicator.has_parts:
-        return f"two levels need a communicator with part(), which {type(communicator).__name__} does not have."
+        return f"a hierarchical topology needs part(), which {type(communicator).__name__} does not have."
     return ""
 
 

@@ -114,7 +114,7 @@ class TorchCommunicator(Communicator):
         """See the base class: a group that ends with ``destroy_process_group()``, with the timeout of this one."""
         everyone = dist.get_process_group_ranks(self.process_group)
         if everyone != sorted(everyone):
-            raise ValueError(f"two levels need a process_group whose ranks ascend, got {everyone}")
+            raise ValueError(f"the hierarchical topology needs a process_group whose ranks ascend, got {everyone}")
         chosen, found = tuple(everyone[rank] for rank in ranks), copy(self)
         made = _PARTS.setdefault(self._group, {})
         if chosen not in made:
@@ -297,16 +297,8 @@ def make_communicator(
 ) -> Communicator:
     """Return the communicator for an optimizer's ``communicator`` option.
 
-    Args:
-        name: None, "auto" or "compressed" for any backend that the process group has; the name of a torch.distributed
-            backend, also of one that registered itself, for that backend; "mpi" for MPI by mpi4py; or a communicator.
-        process_group: The process group, None for the default one.
-        device: Device of the parameters.
-        traffic: Counters of the optimizer.
-        cuda_aware: For "mpi": hand CUDA tensors to the library directly.
-
-    Raises:
-        ValueError: If the group has no such backend, or MPI is not available.
+    ``name`` is None, "auto" or "compressed" for any backend of the process group, a backend's name for that one (a
+    ValueError if the group has another), "mpi" for mpi4py, or a communicator.
     """
     if isinstance(name, Communicator):
         name.traffic = traffic

@@ -23,7 +23,7 @@ import xxhash
 INDEX_NAME = "{prefix}.index.json"
 SHARD_NAME = "{prefix}-{save_id}-{rank:05d}-of-{world_size:05d}.safetensors"
 FORMAT, VERSION = "hf_compressopt", 5
-#: Key of a header: ranks per node, if the exchange had two levels.
+#: Key of a header: ranks per node, if the exchange was hierarchical.
 NODE_SIZE = "node_size"
 #: Key of a header: True if parameters are called by their places in the param groups, because they have no names.
 BY_PLACE = "by_place"

@@ -18,16 +18,10 @@ _ANY_PREFIX = "compressopt*"
 def collect(
     directory: str | os.PathLike[str], *, prefix: str | None = None, verify: bool = False
 ) -> list[dict[str, Any]]:
-    """Look at the checkpoints of a folder.
+    """Look at the checkpoints of a folder: all, or those whose files start with ``prefix``.
 
-    Args:
-        directory: The folder.
-        prefix: Start of the files' names; None takes all that start with "compressopt".
-        verify: Whether to read every tensor and compare its checksums, and not only sizes and headers.
-
-    Returns:
-        For each checkpoint, in values that JSON holds: ``index`` (the file), ``verified`` and ``problems`` (sentences
-        that name files; empty if it is whole), and, if the index is readable, what ``_look`` finds in it.
+    Returns for each, in values that JSON holds, ``index`` (the file), ``verified`` (every checksum compared) and
+    ``problems`` (sentences that name files; empty if it is whole), and what ``_look`` finds in a readable index.
     """
     folder, pattern = Path(directory), INDEX_NAME.format(prefix=prefix or _ANY_PREFIX)
     paths = sorted(folder.glob(pattern)) if prefix is None else [folder / pattern]

@@ -6,8 +6,8 @@ Three rules cover every tensor:
    the pieces that hold them. These are moments, master copies, and server errors (by their place in the flat buffer).
 2. A tensor that is each rank's own is read as it is if as many ranks load as saved. Otherwise each rank reads the mean
    of all, so that the average over the ranks stays as it was. These are worker errors, and what the ranks of 0/1 Adam
-   hold of their own inside a local interval. With two levels a node has worker errors in the place of a rank, and each
-   of its ranks a part of them; they are read as they are if the nodes are alike too.
+   hold of their own inside a local interval. In the hierarchical topology a node has worker errors in the place of a
+   rank, and each of its ranks a part of them; they are read as they are if the nodes are alike too.
 3. Errors that a single rank did not save are zero, because it has none.
 """
 

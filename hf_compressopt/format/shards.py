@@ -88,7 +88,6 @@ class ShardFile:
             raise CheckpointError(f"{path} is not readable as safetensors: {error}") from error
 
     def close(self) -> None:
-        """Close the file; a read opens it again."""
         self._file.close()
 
     def _header(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -189,10 +188,7 @@ def not_whole(problem: str) -> CheckpointError:
 
 
 class ShardFiles:
-    """The shards of a checkpoint, all of which exist, each opened when it is needed; a context manager.
-
-    Few are open at a time: a process may open 1,024 files on many systems, and a run have more ranks.
-    """
+    """The shards of a checkpoint; few are open at a time, as a process may open few files. A context manager."""
 
     def __init__(self, folder: Path, index: CheckpointIndex, out_of_reach: Mapping[int, str] | None = None) -> None:
         self._folder, self._index = folder, index
@@ -242,15 +238,8 @@ def write_shard(
 
     The whole file is allocated first, if the file system supports it, so that a full disk is met before anything is
     written. Tensors with larger elements come first, so that all are aligned; otherwise their order is kept.
-
-    Args:
-        path: The file's name.
-        tensors: Dtype, by torch's name, and shape of every tensor.
-        metadata: Metadata of the header.
-        parts_of: Returns the bytes of a tensor, in parts that are valid until the next one.
-        temporary: The name until the file is whole; a file of that name is replaced. None: a new name beside ``path``.
-        doing: Text before the file's name beside the progress bar.
-        shown: Whether to show the bar; None as for :func:`progress`.
+    ``tensors`` has dtype, by torch's name, and shape of each; ``parts_of`` returns the bytes of one, in parts that are
+    valid until the next one. ``temporary`` is the name until the file is whole; None is a new one beside ``path``.
 
     Returns:
         The size of the file, and the checksums of each tensor, one for every BLOCK_BYTES of it.
@@ -354,7 +343,6 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,20 +1,35 @@
-"""FSDP2 inside a node, and messages of 4 or 8 bits between nodes.
+"""Messages of 4 or 8 bits in FSDP2: between the replicas of a model, or between the ranks that share it.
 
-FSDP2 reduces the gradients of a unit, the parameters of one ``fully_shard`` call, among the ranks of a replica: each
-has its shard then. The ranks of the same place in all replicas average that shard by the compressed all-reduce of
-:mod:`hf_compressopt.collectives.exchange`, with error feedback, where FSDP2 on a 2-D mesh has an all-reduce:
+**Replicas** (a mesh of 2 dimensions). FSDP2 reduces the gradients of a unit, the parameters of one ``fully_shard``
+call, among the ranks of a replica: each has its shard then. The ranks of the same place in all replicas average that
+shard by the compressed all-reduce of :mod:`hf_compressopt.collectives.exchange`, with error feedback, where FSDP2 on a
+2-D mesh has an all-reduce:
 
     u = g_r + worker_error;  messages <- Q(u);  worker_error <- u - Q(u)                        (1)
     a = mean_r Q(u_r) + server_error;  g <- Q(a);  server_error <- a - Q(a)                     (2)
 
-All replicas get the same bits. The errors belong to this rank's shards. They change at the end of a backward pass, if
-all gradients of all shards are finite; otherwise they are as before the pass.
+All replicas get the same bits. The errors belong to this rank's shards.
+
+**No replicas** (a mesh of 1 dimension). The place of FSDP2's reduce-scatter takes (1), by which every rank sends the
+gradients of all shards, so that its worker errors are as many as the model has parameters. The owner of a shard
+averages in float32, in rank order: g <- mean_r Q(u_r). With ``param_compression`` the parameters travel as differences
+(SDP4Bit, arXiv 2410.15526). All ranks have alike replicas of all parameters p, with which they compute:
+
+    message <- Q(p - replica) of the owner;  replica <- replica + Q(p - replica) on all ranks   (3)
+
+What a message misses is still there in the next difference. The first forward pass after a backward pass brings the
+replicas nearer; every other gather takes them as they are, so that nothing travels for backward, accumulation and
+evaluation. Parameters that change otherwise are gathered in full precision.
+
+The errors change at the end of a backward pass, if all gradients of all shards are finite; otherwise they are as before
+the pass.
 """
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +40,44 @@ from torch.autograd import Variable
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.collectives.ddp import IntegerBucket
 from hf_compressopt.collectives.errors import GroupErrors
-from hf_compressopt.collectives.exchange import Task, in_runs, run_tasks
+from hf_compressopt.collectives.exchange import (
+    ErrorFeedback,
+    Task,
+    gather_messages,
+    in_runs,
+    own_message,
+    reduce_scatter,
+    run_tasks,
+)
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
-from hf_compressopt.flat import FlatLayout, bucket_numel_of
+from hf_compressopt.flat import SIGNS_PER_BYTE, Bucket, FlatLayout, bucket_numel_of, chunk_numel
 from hf_compressopt.fsdp.units import Unit, units_of
 from hf_compressopt.grad_compression import FORMATS, STATES, unscaled
+from hf_compressopt.kernels import Combination, IntegerFormat, Segment
 from hf_compressopt.optim.math import bit_sum
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
+
+
+def rows_layout(numel: int, bucket_numel: int, ranks: int) -> FlatLayout:
+    """Cut a row of ``numel`` elements for each rank into buckets: a bucket has the same columns of every row.
+
+    The last bucket is padded, so that the part of each row is the chunk of its rank.
+    """
+    columns = max(1, bucket_numel // (SIGNS_PER_BYTE * ranks)) * SIGNS_PER_BYTE
+    return FlatLayout.build([chunk_numel(numel * ranks, ranks) * ranks], columns * ranks)
+
+
+def columns_of(rows: Tensor, bucket: Bucket, ranks: int) -> list[Segment]:
+    """Return the elements of a bucket of :func:`rows_layout` in ``rows``, [ranks * numel]; padding has no tensor."""
+    numel, begin, columns = rows.numel() // ranks, bucket.start // ranks, bucket.numel // ranks
+    count, found = min(columns, numel - begin), []
+    for rank in range(ranks):
+        found += [Segment(rows, rank * numel + begin, count, 0), Segment(None, 0, columns - count, 0)]
+    return [segment for segment in found if segment.numel]
 
 
 class UnitErrors:
@@ -41,18 +85,22 @@ class UnitErrors:
 
     Attributes:
         unit: The unit.
-        layout: Its shard as one tensor, cut into buckets.
+        layout: Its shard as one tensor, cut into buckets; without replicas the shards of all ranks, by columns.
         kept: The errors of the last pass whose gradients were finite.
-        pending: Those of the pass under way.
-        used: Whether the pass under way has changed ``pending``.
+        used: Whether a pass under way has errors of its own.
         waiting: Gradients of earlier passes that have not been exchanged, or None.
     """
 
-    def __init__(self, unit: Unit, bucket_numel: int, communicator: TorchCommunicator, *, compact: bool) -> None:
-        self.unit, self.layout = unit, FlatLayout.build([unit.numel], bucket_numel)
-        self.kept, self.pending = (
-            GroupErrors(self.layout, communicator, unit.device, compact=compact, used=True) for _ in range(2)
-        )
+    def __init__(
+        self, unit: Unit, bucket_numel: int, ranks: TorchCommunicator, *, compact: bool, replicated: bool
+    ) -> None:
+        self.unit, self.replicated, self._ranks = unit, replicated, ranks.world_size
+        if replicated:
+            self.layout = FlatLayout.build([unit.numel], bucket_numel)
+        else:
+            self.layout = rows_layout(unit.numel, bucket_numel, ranks.world_size)
+        self.kept = GroupErrors(self.layout, ranks, unit.device, compact=compact, used=True, served=replicated)
+        self._pending: GroupErrors | None = None
         self.used = False
         self.waiting: Tensor | None = None
 
@@ -67,38 +115,187 @@ class UnitErrors:
             self.waiting = None
         return False
 
+    def _buckets(self) -> Iterator[tuple[Bucket, ErrorFeedback, ErrorFeedback]]:
+        """Return the buckets, and the old and the new errors of each."""
+        if self._pending is None:
+            self._pending = self.kept.like()
+        before, self.used = self._pending if self.used else self.kept, True
+        return zip(self.layout.buckets, before.feedback, self._pending.feedback, strict=True)
+
     def average(self, grads: Tensor, communicator: TorchCommunicator, bits: int, loss_scale: float) -> list[Tensor]:
-        """Average the gradients of the unit, write the new errors into ``pending``, and return what is not finite."""
-        before, self.used = self.pending if self.used else self.kept, True
+        """Average the gradients of the unit over the replicas, and return what is not finite."""
         faults: list[Tensor] = []
 
         def average(run: list[IntegerBucket]) -> Task[None]:
             not_finite, _ = yield from IntegerBucket.average(run, {grads: grads})
             faults.append(not_finite)
 
-        rows = zip(self.layout.buckets, before.feedback, self.pending.feedback, strict=True)
+        rows = self._buckets()
         buckets = (IntegerBucket(b, [grads], communicator, 0, old, bits, loss_scale, new) for b, old, new in rows)
         run_tasks(map(average, in_runs(buckets, lambda bucket: bucket.bucket.numel, communicator)))
         return faults
 
+    def scatter(
+        self, shard: Tensor, grads: Tensor, ranks: TorchCommunicator, bits: int, loss_scale: float, factor: float
+    ) -> list[Tensor]:
+        """Average the gradients of this rank's shard, and return what is not finite.
+
+        Args:
+            shard: [n], written: the average times ``factor``.
+            grads: [ranks * n], this rank's gradients of every rank's shard.
+            ranks: The ranks.
+            bits: Bits per element.
+            loss_scale: Factor that the gradients carry.
+            factor: See ``shard``.
+        """
+        faults: list[Tensor] = []
+
+        def average(bucket: Bucket, old: ErrorFeedback, new: ErrorFeedback) -> Task[None]:
+            segments, begin = columns_of(grads, bucket, ranks.world_size), bucket.start // ranks.world_size
+            z = Combination(bucket.numel, grads.device, grads=segments, beta=1.0 / loss_scale)
+            mean = yield from reduce_scatter(z, old.worker, new.worker, IntegerFormat(bits), ranks)
+            faults.append(~mean.isfinite().all())
+            count = segments[0].numel
+            shard[begin : begin + count] = mean[:count].mul_(loss_scale * factor)
+
+        run_tasks(average(*row) for row in self._buckets())
+        return faults
+
     def end_pass(self, dropped: Tensor) -> None:
         """Keep the errors of the pass unless it is ``dropped``, [] bool. The host does not wait for that."""
-        if self.used:
-            for kept, new in ((self.kept.worker, self.pending.worker), (self.kept.server, self.pending.server)):
+        if self.used and (pending := self._pending) is not None:
+            for kept, new in ((self.kept.worker, pending.worker), (self.kept.server, pending.server)):
                 kept.copy_(torch.where(dropped, kept, new))
+            if self.unit.device.type != "cpu":  # where memory is scarce, and new memory costs no time
+                self._pending = None
         self.used = False
+
+    def runs(self, values: tuple[Tensor, Tensor], own: int) -> Iterator[tuple[str, int, int, Tensor]]:
+        """Yield consecutive errors of one shard each: worker or server, the shard, the first place in it, and they.
+
+        Args:
+            values: The worker errors and the server errors, float32.
+            own: This rank's shard.
+        """
+        worker, server = values
+        if self.replicated:
+            yield "worker_error", own, 0, worker
+            owned = [self.kept.own_range(bucket) for bucket in self.layout.buckets]
+            parts = torch.split(server, [stop - start for start, stop in owned])
+            for (start, _), found in zip(owned, parts, strict=True):
+                yield "server_error", own, start, found
+            return
+        for bucket in self.layout.buckets:
+            columns, begin = bucket.numel // self._ranks, bucket.start // self._ranks
+            for rank in range(self._ranks):
+                first = bucket.start + rank * columns
+                yield "worker_error", rank, begin, worker[first : first + min(columns, self.unit.numel - begin)]
+
+
+class Allocator:
+    """What FSDP2's collectives have in common: see torch's Comm, whose import takes seconds."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate memory for gathered parameters, or for gradients."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(Allocator):
+    """The replicas of a unit's parameters, and the all-gather that FSDP2 calls: see torch's AllGather.
+
+    Attributes:
+        unit: The unit.
+        behind: Whether parameters have trained since the last gather: a backward pass is over.
+    """
+
+    def __init__(self, unit: Unit, bucket_numel: int, ranks: TorchCommunicator, bits: int) -> None:
+        self.unit, self.behind, self._ranks, self._form = unit, False, ranks, IntegerFormat(bits)
+        self._bucket_numel = bucket_numel
+        self._replicas = torch.empty(0)  # [ranks * n] after the first gather
+        self._seen: Tensor | None = None  # the sum of the bits of the own parameters then; None to gather all of them
+        self._stream: torch.Stream | None = None
+
+    def reset(self) -> None:
+        """Have the next forward pass gather the parameters in full precision. All ranks call."""
+        self._seen, self._replicas = None, torch.empty(0)
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the replicas, and what a load needs beside them; None before the first gather."""
+        if self._seen is None:
+            return None
+        return {"replicas": self._replicas.clone(), "seen": self._seen.clone(), "behind": self.behind}
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Take over what :meth:`state` has returned on the same rank."""
+        self.reset()
+        if state is not None:
+            device = self.unit.device
+            self._replicas, self._seen = state["replicas"].to(device, copy=True), state["seen"].to(device, copy=True)
+            self.behind = state["behind"]
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        """Give all ranks the parameters that all compute with.
+
+        Args:
+            output_tensor: [ranks * n], written.
+            input_tensor: [n] this rank's parameters, in their place in ``output_tensor``.
+            group: The ranks.
+            async_op: Without a meaning: streams order what follows.
+        """
+        if input_tensor.device.type != "cpu":
+            stream = torch.accelerator.current_stream()
+            if self._stream is not None and self._stream != stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
+        seen, in_backward = self._seen, torch._C._current_graph_task_id() != -1
+        if seen is None or (not in_backward and not self.behind and self._changed(input_tensor, seen)):
+            self._seen, self.behind = bit_sum(input_tensor), False
+            self._ranks.all_gather(output_tensor, input_tensor).wait()
+            with torch.inference_mode(False):  # later steps change the replicas in place
+                self._replicas = output_tensor.clone()
+            return
+        if self.behind and not in_backward:
+            self._seen, self.behind = bit_sum(input_tensor), False
+            self._follow(input_tensor)
+        output_tensor.copy_(self._replicas)
+
+    def _changed(self, params: Tensor, seen: Tensor) -> bool:
+        """Return whether any rank's parameters have changed since the last gather. All ranks call."""
+        flag = bit_sum(params).ne(seen).to(torch.float32).view(1)
+        self._ranks.all_reduce(flag, op="max").wait()
+        return bool(flag)
+
+    def _follow(self, params: Tensor) -> None:
+        """Bring the replicas nearer to the parameters, as (3) says."""
+        count, replicas = self._ranks.world_size, self._replicas
+        own = replicas.view(count, -1)[self._ranks.rank]
+
+        def follow(bucket: Bucket) -> Task[None]:
+            begin, columns = bucket.start // count, bucket.numel // count
+            stop, ahead = min(begin + columns, own.numel()), params.new_zeros(columns, dtype=torch.float32)
+            ahead[: stop - begin] = params[begin:stop]
+            ahead[: stop - begin] -= own[begin:stop]
+            together, message = own_message(bucket.numel, self._form, self._ranks, params.device)
+            self._form.compress_(Combination(columns, params.device), ahead, message, 1)
+            average = yield from gather_messages(bucket.numel, together, self._form, self._ranks)
+            self._form.add_(average, columns_of(replicas, bucket, count), decay=1.0)
+
+        run_tasks(map(follow, rows_layout(own.numel(), self._bucket_numel, count).buckets))
 
 
 class FSDPCompression:
-    """Low-bit gradients between the replicas of a model; :func:`compress_fsdp` makes it.
+    """Low-bit gradients of a model that FSDP2 shards; :func:`compress_fsdp` makes it.
 
     Attributes:
         model: The model.
-        bits: Bits per element of a message.
-        communicator: The ranks of this rank's place in all replicas.
+        bits: Bits per element of a message of gradients.
+        param_bits: Bits per element of a message of parameters; 0 if FSDP2 gathers them itself.
+        replicated: Whether the messages travel between replicas, not between the ranks that share the model.
+        communicator: The ranks that exchange messages: those of this rank's place in all replicas, or all.
         replica: The ranks that share this rank's replica.
-        units: The errors of each unit.
-        traffic: Bytes sent to other replicas. FSDP2's own bytes inside a replica are not counted.
+        units: The errors of each unit that has trainable parameters.
+        gathers: The parameters of all units, if their messages have few bits.
+        traffic: Bytes of the messages. FSDP2's own bytes are not counted.
         steps: Passes whose gradients were exchanged.
     """
 
@@ -107,25 +304,43 @@ class FSDPCompression:
         model: nn.Module,
         mesh: DeviceMesh,
         bits: int,
+        param_bits: int,
         bucket_numel: int,
         loss_scale: Callable[[], float],
         compact: bool,
     ) -> None:
         """Allocate the errors, in 8 bits if they are ``compact``, and hook into FSDP2: see :func:`compress_fsdp`."""
-        self.bits, self.traffic, self._bucket_numel = bits, Traffic(), bucket_numel
+        self.bits, self.param_bits, self.traffic, self._bucket_numel = bits, param_bits, Traffic(), bucket_numel
         self.model, units = model, units_of(model, mesh)
-        device = units[0].device if units else torch.device("cpu")
-        self.communicator = TorchCommunicator(mesh.get_group(0), device=device, traffic=self.traffic)
-        self.replica = TorchCommunicator(mesh.get_group(1), device=device, traffic=self.traffic.inside_node())
-        self.units = [UnitErrors(unit, self._bucket_numel, self.communicator, compact=compact) for unit in units]
+        device, self.replicated = units[0].device if units else torch.device("cpu"), mesh.ndim == 2
+        self.communicator = self.replica = TorchCommunicator(mesh.get_group(0), device=device, traffic=self.traffic)
+        if self.replicated:
+            self.replica = TorchCommunicator(mesh.get_group(1), device=device, traffic=self.traffic.inside_node())
+        form = {"compact": compact, "replicated": self.replicated}
+        trained = [unit for unit in units if unit.names]
+        self.units = [UnitErrors(unit, self._bucket_numel, self.communicator, **form) for unit in trained]
+        gathered = [unit for unit in units if param_bits and unit.can_gather()]
+        self.gathers = [AllGather(unit, bucket_numel, self.communicator, param_bits) for unit in gathered]
         self.steps = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._loss_scale = loss_scale
         self._checked, self._pass = False, -1
         self._faults: list[Tensor] = []
         self._stream: torch.Stream | None = None
+        if not self.replicated:  # before the first gather
+            self._check_ranks()
         for errors in self.units:
-            errors.unit.set_hook(partial(self._average, errors))
+            if self.replicated:
+                errors.unit.set_hook(partial(self._average, errors))
+            else:
+                errors.unit.set_reduce_scatter(ReduceScatter(partial(self._scatter, errors)))
+        for gather in self.gathers:
+            gather.unit.set_all_gather(gather, gather.reset)
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return self.communicator.world_size if self.replicated else 1
 
     @property
     def numel(self) -> int:
@@ -146,26 +361,44 @@ class FSDPCompression:
         """Numbers of the last pass and of the run so far, of this rank.
 
         Returns:
-            ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent``, to other replicas; ``compression_ratio`` (bytes
-            of a float32 ring all-reduce of the shards over bytes sent, of the last pass); ``seconds_communication``
-            (host seconds blocked so far).
+            ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent``, of the messages; ``compression_ratio`` (bytes
+            of a float32 ring all-reduce of the shards, or reduce-scatter of the model, and of one all-gather of its
+            parameters if they are compressed, over bytes sent, of the last pass); ``seconds_communication`` (host
+            seconds blocked so far).
         """
-        replicas, sent = self.communicator.world_size, self.traffic.step_bytes
+        ranks, sent = self.communicator.world_size, self.traffic.step_bytes
+        gathered = sum(gather.unit.gathered_nbytes for gather in self.gathers)
+        full = (ranks - 1) * (4 * self.numel * (2 / ranks if self.replicated else 1) + gathered)
         return {
             "skipped_steps": float(self.skipped_steps),
             "bytes_sent_step": float(sent),
             "bytes_sent": float(self.traffic.total_bytes),
-            "compression_ratio": 2 * (replicas - 1) / replicas * 4 * self.numel / sent if sent else 1.0,
+            "compression_ratio": full / sent if sent else 1.0,
             "seconds_communication": self.traffic.total_seconds,
         }
 
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
+        ranks = self.replica.world_size
+        if self.communicator.world_size == 1:
+            return f"FSDPCompression: nothing is compressed, since there is one replica of {ranks} rank(s)"
+        between = f"{self.replicas} replica(s) of {ranks} rank(s)" if self.replicated else f"{ranks} rank(s)"
+        params = f"as int{self.param_bits} differences" if self.param_bits else "in full precision"
+        others = "" if self.replicated else f", and parameters {params}"
         return (
-            f"FSDPCompression: gradients travel as int{self.bits} with error feedback between "
-            f"{self.communicator.world_size} replica(s) of {self.replica.world_size} rank(s), over "
+            f"FSDPCompression: gradients travel as int{self.bits} with error feedback between {between}{others}, over "
             f"{self.communicator.name}"
         )
+
+    def gather_in_full(self) -> None:
+        """Have the next forward pass gather the parameters in full precision. All ranks call.
+
+        With ``param_compression``, call it where you write parameters between a step and the next forward pass, as an
+        average of parameters for an evaluation does: they would travel as differences of few bits, too. A load by
+        ``load_state_dict`` calls it by itself.
+        """
+        for gather in self.gathers:
+            gather.reset()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -177,6 +410,7 @@ class FSDPCompression:
             "skipped_steps": self.skipped_steps,
             "worker_errors": [errors.kept.worker_values() for errors in self.units],
             "server_errors": [errors.kept.server_values() for errors in self.units],
+            "gathers": [gather.state() for gather in self.gathers],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -194,6 +428,8 @@ class FSDPCompression:
         rows = zip(self.units, state_dict["worker_errors"], state_dict["server_errors"], strict=True)
         for errors, worker, server in rows:
             errors.kept.copy_(worker, server)
+        for gather, state in zip(self.gathers, state_dict["gathers"], strict=True):
+            gather.load(state)
         self.set_counters(state_dict["steps"], state_dict["skipped_steps"])
 
     def set_counters(self, steps: int, skipped_steps: int) -> None:
@@ -205,9 +441,10 @@ class FSDPCompression:
         """Return the values that must be the same where the errors are loaded."""
         return {
             "bits": self.bits,
+            "param_bits": self.param_bits,
             "bucket_numel": self._bucket_numel,
-            "replicas": self.communicator.world_size,
-            "replica": self.communicator.rank,
+            "replicas": self.replicas,
+            "replica": self.communicator.rank if self.replicated else 0,
             "shards": self.replica.world_size,
             "shard": self.replica.rank,
             "numels": [list(errors.unit.numels) for errors in self.units],
@@ -225,25 +462,46 @@ class FSDPCompression:
         Raises:
             RuntimeError: If not all parameters of the unit have gradients.
         """
-        unit = errors.unit
         if self.communicator.world_size == 1:
             return
-        if grads.numel() != unit.numel:
-            raise RuntimeError(
-                f"the unit of {unit.names[0]} has {unit.numel} elements on this rank, and gradients of "
-                f"{grads.numel()}: freeze parameters before grad_compression begins; parameters without a gradient "
-                "need torch >= 2.13"
-            )
+        self._check_numel(errors.unit, grads.numel())
         if errors.holds_back(grads):
             return
+        self._enter_pass(grads)
+        self._faults += errors.average(grads, self.communicator, self.bits, float(self._loss_scale()))
+
+    def _scatter(self, errors: UnitErrors, shard: Tensor, grads: Tensor, op: Any) -> None:
+        """Average the gradients of a unit in the place of a reduce-scatter. FSDP2 calls, on its stream.
+
+        Args:
+            errors: The unit.
+            shard: [n] float32, bfloat16 or float16, written.
+            grads: [ranks * n], this rank's gradients of every rank's shards.
+            op: What FSDP2 asks for: the mean, the sum, or the sum times a factor.
+
+        Raises:
+            RuntimeError: If not all parameters of the unit have gradients.
+        """
+        ranks = self.communicator
+        self._check_numel(errors.unit, shard.numel())
+        self._enter_pass(grads)
+        factor = ranks.world_size / errors.unit.divisor(op, ranks.world_size)
+        self._faults += errors.scatter(shard, grads, ranks, self.bits, float(self._loss_scale()), factor)
+
+    def _check_numel(self, unit: Unit, numel: int) -> None:
+        """Check that all parameters of a unit have gradients."""
+        if numel != unit.numel:
+            raise RuntimeError(
+                f"the unit of {unit.names[0]} has {unit.numel} elements on this rank, and gradients of "
+                f"{numel}: freeze parameters before grad_compression begins; parameters without a gradient "
+                "need torch >= 2.13"
+            )
+
+    def _enter_pass(self, grads: Tensor) -> None:
+        """Begin a backward pass with the gradients of its first unit."""
         if grads.device.type != "cpu":
             self._stream = torch.accelerator.current_stream()
             grads.record_stream(self._stream)  # FSDP2 may free them, and use the memory on another stream
-        self._enter_pass()
-        self._faults += errors.average(grads, self.communicator, self.bits, float(self._loss_scale()))
-
-    def _enter_pass(self) -> None:
-        """Begin a backward pass with its first unit."""
         task = torch._C._current_graph_task_id()
         if task == self._pass:
             return
@@ -264,6 +522,8 @@ class FSDPCompression:
         dropped = fault[0] > 0
         for errors in self.units:
             errors.end_pass(dropped)
+        for gather in self.gathers:
+            gather.behind = bool(gather.unit.names)
         self._skipped += dropped
         self._pass, self._faults = -1, []
         self.steps += 1
@@ -279,15 +539,28 @@ class FSDPCompression:
             rows = [(errors.unit.names, errors.unit.numels) for errors in self.units]
             self.communicator.require_equal(
                 "the options or parameters of compress_fsdp",
-                [self.bits, self._bucket_numel, zlib.crc32(repr(rows).encode())],
+                [self.bits, self.param_bits, self._bucket_numel, zlib.crc32(repr(rows).encode())],
             )
-            digest = sum(
-                int(bit_sum(values.to_local().detach())) for errors in self.units for values in errors.unit.params
-            )
-            self.communicator.require_equal(
-                "the bits of their parameters (do all replicas start from the same model?)", digest
-            )
+            shards = [values.to_local().detach() for errors in self.units for values in errors.unit.params]
+            if self.replicated:
+                self.communicator.require_equal(
+                    "the bits of their parameters (do all replicas start from the same model?)",
+                    sum(int(bit_sum(shard)) for shard in shards),
+                )
             self._checked = True
+
+
+class ReduceScatter(Allocator):
+    """A reduce-scatter as FSDP2 calls it: see torch's ReduceScatter."""
+
+    def __init__(self, scatter: Callable[[Tensor, Tensor, Any], None]) -> None:
+        self._scatter = scatter
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Reduce the gradients."""
+        self._scatter(output_tensor, input_tensor, op)
 
 
 def compress_fsdp(
@@ -298,10 +571,11 @@ def compress_fsdp(
     bucket_cap_mb: float = 25.0,
     loss_scale: Callable[[], float] | None = None,
     state: str = "compact",
+    param_compression: str = "none",
 ) -> FSDPCompression:
-    """Average the gradients of a model that FSDP2 shards by low-bit messages between its replicas.
+    """Average the gradients of a model that FSDP2 shards by low-bit messages.
 
-    Any optimizer follows::
+    Any optimizer follows. With replicas, the messages travel between them::
 
         mesh = init_device_mesh("cuda", (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh["shard"])
@@ -310,14 +584,21 @@ def compress_fsdp(
     A model that is sharded by ``mesh`` itself (HSDP) has an all-reduce of FSDP2's own, whose place the messages take.
     All replicas must begin with the same parameters.
 
+    Without replicas, on a mesh of 1 dimension, they take the place of FSDP2's reduce-scatter. Each rank then keeps
+    errors for every parameter of the model: 1.03 bytes, and as much again from the first gradient to the end of
+    backward.
+
     Args:
         model: The model, after its last ``fully_shard`` call. Parameters that are frozen now stay so.
-        mesh: 2-D: the replicas, one per node or several, and the ranks that share each.
+        mesh: 1-D: the ranks that share the model. 2-D: the replicas, one per node or several, and the ranks that share
+            each.
         compression: "int4" or "int8".
         bucket_cap_mb: MiB of float32 gradients that are sent together, > 0; a unit is one bucket or more.
         loss_scale: Returns the factor that the gradients of the coming step carry, such as a ``GradScaler.get_scale``;
             None stands for 1.
         state: "compact" keeps errors in 8 bits, 1.03 bytes each; "float32" rounds nothing.
+        param_compression: "int4" or "int8", without replicas: send parameters as differences of so many bits, once a
+            step. Each rank then keeps all parameters, in the dtype in which they are gathered.
 
     Returns:
         The state: its errors (``state_dict()``) and its ``metrics()``. The model keeps it alive.
@@ -333,5 +614,24 @@ def compress_fsdp(
         raise ValueError(f"compression must be one of {sorted(FORMATS)}, got {compression!r}")
     if state not in STATES:
         raise ValueError(f"state must be one of {sorted(STATES)}, got {state!r}")
-    bits, bucket_numel = FORMATS[compression], bucket_numel_of(bucket_cap_mb)
-    return FSDPCompression(model, mesh, bits, bucket_numel, loss_scale or unscaled, compact=state == "compact")
+    if param_compression not in (*FORMATS, "none"):
+        raise ValueError(f"param_compression must be one of {[*FORMATS, 'none']}, got {param_compression!r}")
+    if param_compression != "none" and mesh.ndim > 1:
+        raise ValueError(
+            f"param_compression={param_compression} needs a mesh of 1 dimension, since no parameters travel between "
+            "replicas: leave it out, or shard the model over all ranks"
+        )
+    if mesh.ndim == 2 and mesh.size(0) == 1 and mesh.get_rank() == 0:
+        logger.warning(
+            "grad_compression=%s compresses nothing: the mesh has one replica of %d rank(s), which sends nothing to "
+            "others. Give init_device_mesh(device_type, (nodes, ranks_per_node), ...) with nodes >= 2",
+            compression,
+            mesh.size(1),
+        )
+    bits, param_bits, bucket_numel = (
+        FORMATS[compression],
+        FORMATS.get(param_compression, 0),
+        bucket_numel_of(bucket_cap_mb),
+    )
+    compact = state == "compact"
+    return FSDPCompression(model, mesh, bits, param_bits, bucket_numel, loss_scale or unscaled, compact=compact)

@@ -1,7 +1,7 @@
 """The units of a model that FSDP2 shards: the parameters of one ``fully_shard`` call, which it reduces together.
 
-FSDP2 has a public hook for the exchange between replicas, but tells the hook neither whose gradients it gets, nor that
-more are to come. This file alone reads that from its state.
+FSDP2 has public hooks for the exchange between replicas and for its reduce-scatter, but tells them neither whose
+gradients they get, nor that more are to come. This file alone reads that from its state.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}  # dtypes that messages can carry
+
+
 @dataclass(frozen=True)
 class Unit:
     """Parameters that FSDP2 reduces together.
 
     Attributes:
-        names: Names of the trainable parameters, in the order of their gradients.
+        names: Names of the trainable parameters, in the order of their gradients; none if all are frozen.
         numels: Elements of this rank's shard of each, padding included.
         module: A module of the unit.
         group: FSDP2's own state of the unit.
@@ -37,8 +40,15 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Elements of the gradients that the hook gets."""
+        """Elements of this rank's shards."""
         return sum(self.numels)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of this rank's shards of all parameters, frozen ones too, in the dtype in which they are gathered."""
+        params = [(p.padded_sharded_param_size.numel(), p.sharded_param.dtype) for p in self.group.fsdp_params]
+        wide = self.group.mp_policy.param_dtype
+        return sum(numel * (wide or dtype).itemsize for numel, dtype in params)
 
     @property
     def device(self) -> torch.device:
@@ -57,12 +67,12 @@ class Unit:
         return [param for param in found if param.requires_grad]
 
     def places(self, shard: int) -> Iterator[tuple[str, int, int, int]]:
-        """Yield for each parameter its name, the place and number of its elements here, and its first element."""
+        """Yield for each parameter its name, the place and number of its elements in a shard, and the first of them."""
         offset = 0
         for name, padded, param in zip(self.names, self.numels, self.params, strict=True):
             if not param.placements[-1].is_shard(0):
                 raise ValueError(f"{name} is not cut by its first dimension: save the errors by state_dict()")
-            yield name, offset, param.to_local().numel(), shard * padded
+            yield name, offset, min(padded, max(0, param.numel() - shard * padded)), shard * padded
             offset += padded
 
     def set_hook(self, hook: Callable[[Tensor], None]) -> None:
@@ -79,17 +89,69 @@ class Unit:
             if self.group.post_forward_mesh_info is mesh_info:  # FSDP2 compares the two
                 self.group.post_forward_mesh_info = self.group.mesh_info
         self.module.set_all_reduce_hook(hook)
-        if hasattr(self.module, "set_reduce_scatter_unused_params"):  # so that all replicas send as much; torch 2.13
+        self._reduce_all()
+
+    def set_reduce_scatter(self, reduce_scatter: Any) -> None:
+        """Have FSDP2 call a reduce-scatter in place of its own, in every pass that syncs."""
+        self.module.set_custom_reduce_scatter(reduce_scatter)
+        self._reduce_all()
+
+    def can_gather(self) -> bool:
+        """Return whether messages can carry the parameters; if not, they are frozen, and FSDP2 gathers them itself.
+
+        Raises:
+            ValueError: If the unit gathers in a way of its own.
+            TypeError: If its parameters have several dtypes, or such as messages cannot carry.
+        """
+        group, name = self.group, type(self.module).__name__
+        if type(group._all_gather_comm).__name__ != "DefaultAllGather":
+            raise ValueError(f"{name} has a custom all-gather already: param_compression needs it for itself")
+        if group._use_post_forward_mesh:
+            raise ValueError(
+                f"{name} is gathered from fewer ranks after forward: param_compression needs "
+                "reshard_after_forward=True or False"
+            )
+        wide, kinds = group.mp_policy.param_dtype, set()
+        for param in group.fsdp_params:
+            dtype = param.sharded_param.dtype
+            kinds.add(wide if wide is not None and dtype.is_floating_point else dtype)
+        changed = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
+        if changed or len(kinds) > 1 or not kinds <= _FLOATS:
+            if not self.names:
+                return False
+            raise TypeError(
+                f"param_compression needs parameters of one dtype in a unit, float32, bfloat16 or float16, got "
+                f"{sorted(map(str, kinds))} in {name}: shard modules of another dtype by a fully_shard call of their "
+                "own, or leave param_compression out"
+            )
+        return True
+
+    def set_all_gather(self, all_gather: Any, at_load: Callable[[], None]) -> None:
+        """Have FSDP2 call an all-gather in place of its own, and ``at_load`` after a load of other parameters."""
+        self.module.set_custom_all_gather(all_gather)
+        infos = [param._module_info for param in self.group.fsdp_params]
+        for module in {module for info in infos for module in (info.module, *info.shared_modules)}:
+            module.register_load_state_dict_post_hook(lambda *_: at_load())
+
+    def _reduce_all(self) -> None:
+        """Have FSDP2 reduce parameters without a gradient too, so that all ranks send as much; from torch 2.13 on."""
+        if hasattr(self.module, "set_reduce_scatter_unused_params"):
             self.module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def divisor(self, op: Any, ranks: int) -> float:
+        """Return the number by which a reduce-scatter of FSDP2's divides the sum of the gradients of all ranks."""
+        if op in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            return float(ranks) if op == dist.ReduceOp.AVG else 1.0
+        return float(self.group.gradient_divide_factor)
 
 
 def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
-    """List the units of a model that have trainable parameters."""
+    """List the units of a model."""
     from torch.distributed.fsdp import FSDPModule  # seconds, for those who use it
 
-    if mesh.ndim != 2:
+    if mesh.ndim > 2:
         raise ValueError(
-            f"mesh must have 2 dimensions, the replicas and the shards of each, got {mesh.ndim}: give "
+            f"mesh must have 1 dimension, the shards, or 2, the replicas and the shards of each, got {mesh.ndim}: give "
             "init_device_mesh(device_type, (nodes, ranks_per_node), mesh_dim_names=('replicate', 'shard'))"
         )
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -98,8 +160,9 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
             f"{type(model).__name__} is not sharded by FSDP2: call fully_shard(model, mesh=mesh['shard']) first "
             "(torch.distributed.fsdp.fully_shard; FSDP1's FullyShardedDataParallel has no hook for this)"
         )
-    if not hasattr(FSDPModule, "set_all_reduce_hook"):
-        raise RuntimeError(f"torch {torch.__version__} has no FSDPModule.set_all_reduce_hook: install torch >= 2.8")
+    setter = "set_all_reduce_hook" if mesh.ndim == 2 else "set_custom_reduce_scatter"
+    if not hasattr(FSDPModule, setter):
+        raise RuntimeError(f"torch {torch.__version__} has no FSDPModule.{setter}: install a newer torch, such as 2.13")
     names = {param: name for name, param in model.named_parameters()}
     found: dict[int, Unit] = {}
     for module in modules:
@@ -112,27 +175,33 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
                 "that, so that grad_compression cannot work there"
             )
         for group in groups:
-            _check(group, module, mesh)
             params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+            if params or mesh.ndim == 1:
+                _check(group, module, mesh)
             for p in params:
-                if p.sharded_param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                if p.sharded_param.dtype not in _FLOATS:
                     name, dtype = names.get(p.sharded_param, "a parameter"), p.sharded_param.dtype
                     raise TypeError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
-            if params:
-                known = tuple(names.get(p.sharded_param, "?") for p in params)
-                numels = tuple(p.padded_sharded_param_size.numel() for p in params)
-                found.setdefault(id(group), Unit(known, numels, module, group))
+            known = tuple(names.get(p.sharded_param, "?") for p in params)
+            numels = tuple(p.padded_sharded_param_size.numel() for p in params)
+            found.setdefault(id(group), Unit(known, numels, module, group))
     return list(found.values())
 
 
 def _check(group: Any, module: nn.Module, mesh: DeviceMesh) -> None:
-    name, info = type(module).__name__, group.mesh_info
-    shard, wanted = (dist.get_process_group_ranks(g) for g in (info.shard_process_group, mesh.get_group(1)))
+    name, info, last = type(module).__name__, group.mesh_info, mesh.get_group(mesh.ndim - 1)
+    shard, wanted = (dist.get_process_group_ranks(g) for g in (info.shard_process_group, last))
     if shard != wanted:
         raise ValueError(
-            f"{name} is sharded over the ranks {shard}, and the second dimension of the mesh has {wanted}: shard it by "
+            f"{name} is sharded over the ranks {shard}, and the last dimension of the mesh has {wanted}: shard it by "
             f"fully_shard(module, mesh=mesh['shard']) or mesh=mesh, with the mesh that grad_compression gets"
         )
+    if mesh.ndim == 1:
+        if _replicates(group):
+            raise ValueError(f"{name} has replicas: give the mesh of 2 dimensions by which it is sharded")
+        if type(group._reduce_scatter_comm).__name__ != "DefaultReduceScatter":
+            raise ValueError(f"{name} has a custom reduce-scatter already: grad_compression needs it for itself")
+        return
     if _replicates(group) and dist.get_process_group_ranks(info.replicate_process_group) != (
         dist.get_process_group_ranks(mesh.get_group(0))
     ):

@@ -145,7 +145,9 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     It leaves the gradients of a DDP model local when the optimizer's plan says so, clips them by a norm that all ranks
     know, keeps a GradScaler's decisions alike on all ranks, saves and loads the optimizer's state in shards, and adds
-    the optimizer's metrics to every log line.
+    the optimizer's metrics to every log line::
+
+        accelerator = CompressOptAccelerator(compressopt_plugin=CompressOptPlugin(grad_compression="int4"))
 
     Args:
         *args: Accelerate's.
@@ -194,6 +196,10 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare as Accelerate does; a model that was prepared for evaluation only is prepared anew for training."""
+        loaded = is_loaded_in_shards(without_compile(model))
+        if loaded and not evaluation_mode:
+            check_distributed_type(self, None, self._compressopt.plugin, without_compile(model))
+            evaluation_mode = self._compressopt.grad_compression != "none"  # the model averages its gradients itself
         if not evaluation_mode and self.num_processes > 1:
             undo_evaluation_mode(model, self._models)
         if not evaluation_mode and self._is_partitioned(model):
@@ -206,7 +212,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             return alone
         with self._compressopt.gradients_in_buckets(self, model):
             prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
-        if is_loaded_in_shards(without_compile(model)):  # transformers' Trainer prepares it for evaluation
+        if loaded:  # transformers' Trainer prepares it for evaluation
             self._compress_sharded([prepared])
         self._compressopt.models.add(prepared)
         self._bind()

@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.fused_adam import FusedAdam
 from hf_compressopt.optim.lamb import Lamb, OnebitLamb
+from hf_compressopt.optim.muon import MuonAdamW
 from hf_compressopt.optim.onebit_adam import OnebitAdam
 from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
 from hf_compressopt.zero.optimizer import ZeroOptimizer
@@ -23,7 +24,7 @@ ALGORITHMS: dict[str, type[CompressedOptimizer]] = {
     "onebit_lamb": OnebitLamb,
 }
 #: The ordinary optimizers of this package: ``--optim NAME``.
-ORDINARY: dict[str, type[torch.optim.Optimizer]] = {"lamb": Lamb, "fused_adam": FusedAdam}
+ORDINARY: dict[str, type[torch.optim.Optimizer]] = {"lamb": Lamb, "fused_adam": FusedAdam, "muon": MuonAdamW}
 #: All of them, as a view of the two tables.
 OPTIMIZERS: MutableMapping[str, type[torch.optim.Optimizer]] = ChainMap(ORDINARY, ALGORITHMS)  # type: ignore[arg-type]
 #: Partitioned AdamW by name, with its ZeRO stage; in Trainer it is the AdamW that is Trainer's default.

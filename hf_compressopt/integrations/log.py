@@ -1,4 +1,4 @@
-"""What the log says of a run: its schedule, what it saves, its numbers."""
+"""Log lines of a run: its schedule, its savings, its numbers."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from hf_compressopt.integrations.algorithms import (
     shares,
 )
 from hf_compressopt.integrations.plugin import CompressOptPlugin
+from hf_compressopt.optim.math import is_dtensor
 
 GRAD_COMPRESSION = "grad_compression="
 _INSTEAD = {
@@ -31,8 +32,8 @@ _INSTEAD = {
     "`hf-compressopt from-deepspeed ds_config.json` translates its configuration",
     "MEGATRON_LM": "Megatron-LM averages the gradients and takes the steps itself. Launch without Megatron-LM, or use "
     "Megatron-LM's own optimizer",
-    "FSDP": "FSDP partitions the parameters and averages the gradients itself. Use an ordinary optimizer with FSDP, or "
-    "launch without FSDP; --optim zero2_adamw partitions gradients and optimizer state here",
+    "FSDP": "FSDP partitions the parameters and averages the gradients itself. Use an ordinary optimizer with FSDP2 "
+    "(grad_compression=int4), or launch without FSDP: --optim zero2_adamw partitions gradients and optimizer state",
     "XLA": "XLA averages the gradients itself. Use an ordinary optimizer there",
 }
 
@@ -90,9 +91,15 @@ class DDPModels:
                 )
             if owners and find_compression(model) is None:
                 check_no_hook(own_hook, "grad_compression")
+                if messages.param_compression != "none":
+                    raise ValueError(
+                        f"param_compression={messages.param_compression} has no effect with DistributedDataParallel, "
+                        "which sends no parameters: leave it out; ZeRO (zero_stage=2) and FSDP2 have it"
+                    )
                 named, group = model.module.named_parameters(), model.process_group
                 cap = messages.bucket_cap_mb or model.bucket_bytes_cap / 2**20
                 options = {**asdict(messages), "bucket_cap_mb": cap, "loss_scale": loss_scale}
+                del options["param_compression"]
                 state = GradientCompression(named, compression, process_group=group, **options)
                 model.register_comm_hook(state, compress_hook)
 
@@ -123,7 +130,7 @@ class DDPModels:
 
 
 class ShardedModels:
-    """The models that FSDP2 shards, and the messages between their replicas. It does not keep the models alive."""
+    """The models that FSDP2 shards, and their messages. It does not keep the models alive."""
 
     def __init__(self) -> None:
         """Begin without models."""
@@ -137,8 +144,9 @@ class ShardedModels:
         messages: MessageOptions,
         loss_scale: Callable[[], float],
     ) -> None:
-        """Give every model low-bit messages between its replicas, unless it has them."""
-        if replace(messages, bucket_cap_mb=None) != MessageOptions():
+        """Give every model low-bit messages, unless it has them."""
+        options: dict[str, Any] = {"param_compression": messages.param_compression, "loss_scale": loss_scale}
+        if replace(messages, bucket_cap_mb=None, param_compression="none") != MessageOptions():
             raise ValueError(
                 f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "
                 "have no effect with FSDP, whose mesh says which ranks share a node: leave them out"
@@ -146,12 +154,10 @@ class ShardedModels:
         for model in map(without_compile, models):
             if any(state.model is model for state in self.compressions()):
                 continue
-            if is_loaded_in_shards(model):
-                mesh: Any = next(model.parameters()).device_mesh  # type: ignore[attr-defined]
-            else:
-                mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+            params: Iterator[Any] = model.parameters()
+            mesh = next(param.device_mesh for param in params if is_dtensor(param))
             cap = messages.bucket_cap_mb or 25.0
-            state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale)
+            state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, **options)
             self._found.append(weakref.ref(state))
 
     def compressions(self) -> list[FSDPCompression]:
@@ -219,25 +225,15 @@ def why_not_loaded_in_shards(model: Any) -> str:
     given = {name: getattr(config, name, None) or 1 for name in ("tp_size", "pp_size", "ep_size")}
     if other := [f"{name}={size}" for name, size in given.items() if size > 1]:
         return f"{', '.join(other)} of DistributedConfig cuts parameters in a way that its messages do not know"
-    if config.dp_replicate_size < 2:
-        return (
-            f"DistributedConfig(fsdp_size={config.fsdp_size}) partitions every parameter over all ranks, so that no "
-            "replicas exchange gradients: give DistributedConfig(fsdp_size=RANKS_PER_NODE, dp_replicate_size=NODES)"
-        )
     return ""
 
 
-def _why_not_between_replicas(accelerator: Any) -> str:
+def _why_not_in_fsdp(accelerator: Any) -> str:
     """The reason why low-bit messages cannot carry the gradients of the accelerator's FSDP; "" if they can."""
     if not getattr(accelerator, "is_fsdp2", False):
         return "FSDP1 averages the gradients itself: give FullyShardedDataParallelPlugin(fsdp_version=2)"
     config = getattr(accelerator, "parallelism_config", None)
-    if config is None or config.dp_replicate_size < 2:
-        return (
-            "FSDP2 partitions every parameter over all ranks here, so that no replicas exchange gradients: give "
-            "ParallelismConfig(dp_replicate_size=NODES, dp_shard_size=RANKS_PER_NODE)"
-        )
-    if config.non_data_parallel_size > 1:
+    if config is not None and config.non_data_parallel_size > 1:
         return "it needs a mesh of dp_replicate and dp_shard only, without tensor or context parallelism"
     return ""
 
@@ -245,7 +241,7 @@ def _why_not_between_replicas(accelerator: Any) -> str:
 def why_unsupported(accelerator: Any, name: str, model: Any = None) -> str:
     """The reason why an optimizer of this name cannot work in the accelerator's set-up; "" if it can.
 
-    ``name`` may also be that of grad_compression, which works between the replicas that FSDP2 shards.
+    ``name`` may also be that of grad_compression, which works with FSDP2.
     """
     kind, low_bit = accelerator.distributed_type.name, name.startswith(GRAD_COMPRESSION)
     if is_loaded_in_shards(model):
@@ -259,17 +255,19 @@ def why_unsupported(accelerator: Any, name: str, model: Any = None) -> str:
     if kind not in _INSTEAD:
         return ""
     if kind == "FSDP" and low_bit:
-        reason = _why_not_between_replicas(accelerator)
+        reason = _why_not_in_fsdp(accelerator)
         return f"{name} does not work with this FSDP: {reason}" if reason else ""
     return f"{name} works with DistributedDataParallel, not with {kind}: {_INSTEAD[kind]}"
 
 
-def check_distributed_type(accelerator: Any, optimizer: Any, plugin: CompressOptPlugin | None = None) -> None:
-    """Raise if an optimizer, or what the plugin would make of it, cannot work under the accelerator's set-up."""
+def check_distributed_type(
+    accelerator: Any, optimizer: Any, plugin: CompressOptPlugin | None = None, model: Any = None
+) -> None:
+    """Raise if an optimizer, or what the plugin would make of it, cannot work in the set-up or with the model."""
     name = type(optimizer).__name__ if saves_shards(optimizer) else ""
     if plugin is not None and not name:
         name = "ZeroOptimizer" if plugin.partitions else "" if plugin.optimizer == "none" else plugin.optimizer
         if plugin.ddp_compression != "none":
             name = f"{GRAD_COMPRESSION}{plugin.grad_compression}"
-    if name and (reason := why_unsupported(accelerator, name)):
+    if name and (reason := why_unsupported(accelerator, name, model)):
         raise ValueError(reason)

@@ -64,9 +64,10 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
         check_grad_compression(value, name if name in ALGORITHMS else "")
         found.grad_compression = value
     if not ours:
-        check_param_compression(pairs.get("param_compression", "none"), stage)
+        check_param_compression(pairs.get("param_compression", "none"), stage, found.grad_compression)
     if found.grad_compression in FORMATS:
         legal_here, names = text_options(GradientCompression), {option.name for option in fields(MessageOptions)}
+        legal_here["param_compression"] = (str,), "none"
         found.messages = {key: parse(key, pairs.pop(key), legal_here[key][0]) for key in names & pairs.keys()}
         MessageOptions(**found.messages)
     own = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
@@ -110,14 +111,14 @@ def check_grad_compression(value: str, other: str) -> None:
         )
 
 
-def check_param_compression(value: str, stage: int | None) -> None:
+def check_param_compression(value: str, stage: int | None, grad_compression: str) -> None:
     """Check a value of ``param_compression``."""
     if value not in (*FORMATS, "none"):
         raise ValueError(f"param_compression must be one of {[*FORMATS, 'none']}, got {value!r}")
-    if value != "none" and not stage:
+    if value != "none" and not stage and grad_compression not in FORMATS:
         raise ValueError(
-            f"param_compression={value} is an option of ZeRO, under which ranks send parameters: give zero_stage=1 or "
-            "2, or leave it out"
+            f"param_compression={value} is an option of ZeRO and of FSDP2, under which ranks send parameters: give "
+            "zero_stage=1 or 2, or with FSDP2 grad_compression too, or leave it out"
         )
 
 
@@ -257,7 +258,8 @@ class CompressOptPlugin:
         grad_compression: "int4" or "int8": average the gradients of ordinary optimizers by messages of 4 or 8 bits per
             element. Not supported with the optimizers above, so ``optimizer`` is "none" then. With zero_stage it is
             ZeroOptimizer's option.
-        param_compression: "int4" or "int8", with zero_stage: give the updated parameters to all ranks by such messages.
+        param_compression: "int4" or "int8", with zero_stage, or with grad_compression and FSDP2 without replicas: give
+            the updated parameters to all ranks by such messages.
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the scheduler's.
         state: "compact" or "float32", as in the optimizers; None is the optimizer's own default.
         bucket_cap_mb: MiB of float32 values that are sent together, > 0. None is 25, and with grad_compression the size
@@ -310,7 +312,8 @@ class CompressOptPlugin:
         if self.total_steps is not None and not _is_count(self.total_steps):
             raise ValueError(f"total_steps must be an int >= 1, or None, got {self.total_steps!r}")
         check_grad_compression(self.grad_compression, "" if self.optimizer == "none" else self.optimizer)
-        check_param_compression(self.param_compression, self.zero_stage if self.partitions else None)
+        stage = self.zero_stage if self.partitions else None
+        check_param_compression(self.param_compression, stage, self.grad_compression)
         if self.zero_stage and not self.partitions:
             check_takes_stage(self.optimizer, self.zero_stage)
             cls, form = ALGORITHMS[self.optimizer], self.state or "compact"
@@ -323,7 +326,8 @@ class CompressOptPlugin:
 
     def message_options(self) -> MessageOptions:
         """The options of ``grad_compression``'s messages, checked."""
-        return MessageOptions(self.topology, None, self.node_bits, self.bucket_cap_mb)
+        own = "none" if self.partitions else self.param_compression
+        return MessageOptions(self.topology, None, self.node_bits, self.bucket_cap_mb, own)
 
     @staticmethod
     def optimizer_from_env() -> str:

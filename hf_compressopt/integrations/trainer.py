@@ -45,6 +45,7 @@ from hf_compressopt.integrations.plugin import (
     check_variables,
     read_optim_args,
 )
+from hf_compressopt.optim.muon import MuonAdamW
 from hf_compressopt.zero.config import check_optimizer_class
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
@@ -142,6 +143,8 @@ def _get_optimizer_cls_and_kwargs(original: Callable[..., Any], args: Any, model
         kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
         if name in ALGORITHMS:
             kwargs |= CompressOptPlugin().options_from_env()
+        if inner is MuonAdamW:  # it divides the parameters itself
+            kwargs |= {"model": model, "weight_decay": args.weight_decay}
         kwargs |= options.optimizer
     else:
         wrapped = copy.copy(args)

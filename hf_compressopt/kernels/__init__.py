@@ -58,17 +58,10 @@ _LARGE_COPY = 1 << 16  # elements
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum the squares of all elements of some tensors, in float64.
+    """Sum the squares of all elements of some tensors: [] float64 on ``device``; not finite if an element is not.
 
     Squares of float32 values are exact in float64. The sum has so many digits to spare that, rounded to float32, it
     does not depend on the order of the elements: parts of a tensor may be summed on different ranks.
-
-    Args:
-        tensors: Any shapes; float32, bfloat16, float16 or float64; on ``device``.
-        device: The device of the result.
-
-    Returns:
-        [] float64. It is not finite if an element is not.
     """
     if any(tensor.dtype == torch.float64 for tensor in tensors):
         return reference.sum_of_squares(tensors, device)
@@ -77,13 +70,9 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def copy_(out: Tensor, source: Tensor) -> None:
-    """Copy a tensor that is not read again soon.
+    """Copy a tensor that is not read again soon into one of its shape and dtype, on any device.
 
     Large float32 tensors on the CPU are copied past its caches, which saves a third of the memory traffic.
-
-    Args:
-        out: Of the shape and dtype of ``source``, on any device, written.
-        source: Any tensor, read.
     """
     alike = out.dtype == source.dtype == torch.float32 and out.device == source.device == _CPU
     large = source.numel() >= _LARGE_COPY and out.shape == source.shape

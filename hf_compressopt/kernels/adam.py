@@ -30,21 +30,10 @@ _Places = list[tuple[ref[Tensor], int] | None] | None
 
 @dataclass(frozen=True)
 class AdamStep:
-    """The options of one step, alike for all tensors.
+    """The options of one step, alike for all tensors. lr may be a tensor, which is read on its own device.
 
-    Attributes:
-        lr: Learning rate. A tensor of one element is read on its own device, without a host synchronization.
-        beta1: Coefficient of the first running average.
-        beta2: Coefficient of the second running average.
-        eps: Added to the denominator.
-        weight_decay: Weight decay.
-        adam_w_mode: Decoupled decay (AdamW); else L2 regularization (Adam).
-        bias_correction: Whether Adam's bias corrections apply.
-        maximize: Whether the gradients are negated.
-        grad_scale: [] or [1]; gradients are divided by it.
-        found_inf: [] or [1]; if it is not 0, nothing is changed.
-        clip_factor: [] or [1]; gradients are multiplied by it.
-        write_grads: Whether the divided and multiplied gradients are written back.
+    grad_scale divides the gradients, clip_factor multiplies them, and found_inf, if not 0, leaves everything as it is;
+    each is [] or [1]. With write_grads the scaled gradients are written back. adam_w_mode is decoupled decay, else L2.
     """
 
     lr: float | Tensor
@@ -79,16 +68,15 @@ class AdamStep:
 
 @dataclass
 class AdamTensors:
-    """The tensors of one step: lists with an entry for each parameter.
+    """The tensors of one step: lists with an entry for each parameter, of its shape.
 
     Attributes:
-        grads: Any shapes; float32, bfloat16, float16 or float64.
-        params: Shaped like the gradients, of the same dtypes. A parameter with a master is only written.
-        exp_avgs: Shaped like the parameters; float32, or the parameter's dtype.
-        exp_avg_sqs: As exp_avgs.
-        steps: [] float32 each, on the parameter's device: its number of steps, counted up.
-        masters: float32 weights that are updated in place of the parameter, or None for each. None: no masters.
-        copies: Tensors that also receive the new parameter, rounded to their dtype, or None for each. None: no copies.
+        grads: float32, bfloat16, float16 or float64.
+        params: Of the same dtypes. A parameter with a master is only written.
+        exp_avgs: float32, or the parameter's dtype; so are exp_avg_sqs.
+        steps: [] float32 each, on the parameter's device, counted up.
+        masters: float32 weights that are updated in place of the parameter, or None for each, or None.
+        copies: Tensors that also receive the new parameter, rounded to their dtype, or None for each, or None.
     """
 
     grads: list[Tensor]
@@ -121,7 +109,7 @@ def _scalar(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def adam_(tensors: AdamTensors, step: AdamStep, plan: AdamPlan | None = None) -> AdamPlan:
-    """Take one step of Adam or AdamW, in place, with the numbers of torch.optim.
+    """Take one step of Adam or AdamW, in place, with the numbers of torch.optim. Returns a plan for the next step.
 
     For each parameter p with gradient g and moments m and v, each operation rounded to float32 (float64 for float64)::
 
@@ -130,17 +118,8 @@ def adam_(tensors: AdamTensors, step: AdamStep, plan: AdamPlan | None = None) ->
         m <- m + (1 - beta1) (g - m);  v <- beta2 v + (1 - beta2) g g
         p <- p - (lr / (1 - beta1^t)) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-    Args:
-        tensors: The tensors to update. Parameters may differ in dtype and device.
-        step: The options of the step.
-        plan: The result of the previous step. It saves time, and changes no number.
-
-    Returns:
-        A plan for the next step.
-
-    Raises:
-        TypeError: For sparse gradients, or a dtype that is not supported.
-        ValueError: For tensors that differ in shape or device.
+    ``plan``, the result of the step before, saves time and changes no number. Sparse gradients and unknown dtypes are a
+    TypeError, tensors that differ in shape or device a ValueError.
     """
     given = tensors
     if True in map(Tensor.is_neg, tensors.grads):

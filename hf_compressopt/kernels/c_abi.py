@@ -71,19 +71,7 @@ LambRecord = _record(
 
 
 def address(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, numel: int | None = None) -> int:
-    """Return the address of a buffer.
-
-    Args:
-        name: Name of the argument, for the message.
-        tensor: The buffer.
-        device: Its device.
-        dtype: Its dtype.
-        numel: Its number of elements; None for any.
-
-    Raises:
-        TypeError: For a tensor without memory, such as a fake one.
-        ValueError: For another dtype, device or size, or a buffer that is not contiguous or that is lazily negated.
-    """
+    """Return the address of a contiguous buffer of this device, dtype and size, or raise an error that names it."""
     if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous() or tensor.is_neg():
         raise ValueError(
             f"{name} must be a contiguous {dtype} tensor on {device}, got {tensor.dtype} on {tensor.device}, "
@@ -143,16 +131,8 @@ class Operands:
     def segments(self, name: str, segments: Sequence[Segment], *, written: bool = True) -> tuple[int, int, int]:
         """Make the table of segments that cover the bucket, four 64-bit words for each.
 
-        Args:
-            name: Name of the argument, for messages.
-            segments: The segments.
-            written: Whether the tensors are written. Tensors that are only read may be lazily negated.
-
-        Returns:
-            The address of the table, the number of segments, and the entries that a per-tensor array needs.
-
-        Raises:
-            ValueError: For segments that do not cover the bucket, or tensors that native code cannot take.
+        Returns the address of the table, the number of segments, and the entries that a per-tensor array needs. Tensors
+        that are only read may be lazily negated.
         """
         words: list[int] = []
         covered, last, device = 0, -1, self.device

@@ -149,16 +149,7 @@ def has(function: str, device: torch.device) -> bool:
 
 
 def call(function: str, device: torch.device, *arguments: Any) -> None:
-    """Call a function of the C interface on a device, with torch's number of threads or on the current stream.
-
-    Args:
-        function: Name of the function.
-        device: Device of the pointers.
-        arguments: All arguments except the last, ``co_exec``.
-
-    Raises:
-        RuntimeError: If the function fails; the message is the library's.
-    """
+    """Call a function of the C interface with torch's threads or the current stream; a RuntimeError if it fails."""
     kind = device.type
     library = _library(kind)
     if kind == "cpu":

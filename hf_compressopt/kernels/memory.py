@@ -46,18 +46,7 @@ def dense_values(name: str, tensor: Tensor) -> Tensor:
 
 
 def in_memory(name: str, tensor: Tensor) -> Tensor:
-    """Return the values of a tensor in contiguous memory.
-
-    Args:
-        name: What error messages call the tensor.
-        tensor: Any shape and dtype.
-
-    Returns:
-        The tensor itself if its memory holds its values in order, else a copy.
-
-    Raises:
-        TypeError: If the values cannot be read: a sparse, quantized, nested, fake or wrapped tensor.
-    """
+    """Return the tensor if its memory holds its values in order, else a copy; a TypeError if it has no plain values."""
     tensor = tensor.detach()
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()

@@ -38,7 +38,7 @@ _TINY_SCALE = 2.0**-120
 
 
 class Code(ABC):
-    """How the values of a chunk become a message, and a message values.
+    """Layout of a chunk's values in a message.
 
     Attributes:
         scale_dtype: Of the scales in a message.

@@ -57,16 +57,10 @@ class Segment:
 
 @dataclass(slots=True)
 class Average:
-    """The average of a bucket over the ranks: as messages, or as the values themselves.
+    """The average of a bucket over the ranks: as messages, or as ``values``, [numel] float32.
 
-    Attributes:
-        numel: Elements of the bucket.
-        values: [numel] float32, or None.
-        messages: [world_size * stride] uint8, the message of chunk j begins at ``j * stride``; None if there are
-            values.
-        world_size: Number of chunks.
-        scale_block: Elements per scale, a positive multiple of 8, or None.
-        stride: Bytes from one message to the next.
+    The message of chunk j of ``world_size`` begins at byte ``j * stride`` of ``messages``; ``scale_block`` is a
+    positive multiple of 8, or None.
     """
 
     numel: int
@@ -91,12 +85,7 @@ class Average:
 class IntegerAverage:
     """The average of a bucket over the ranks, as messages of b-bit integers.
 
-    Attributes:
-        numel: Elements of the bucket.
-        messages: uint8; the message of chunk j begins at ``j * stride``.
-        world_size: Number of chunks.
-        bits: 4 or 8.
-        stride: Bytes from one message to the next, a multiple of 16.
+    The message of chunk j of ``world_size`` begins at byte ``j * stride``; the stride is a multiple of 16.
     """
 
     numel: int
@@ -149,15 +138,10 @@ class Combination:
 class Commit(Generic[AnyAverage]):
     """Operands of :meth:`~hf_compressopt.kernels.codec.MessageFormat.commit_`.
 
-    Attributes:
-        z: As it was given to ``compress_``, n elements, read.
-        error: n elements, updated in place.
-        own: The messages that ``compress_`` wrote, for ``y.world_size`` chunks in the form of ``y``, read.
-        y: The average that came back, n elements, read.
-        outputs: Segments that cover the bucket, each written in its own dtype. Segments without a tensor are left
-            alone. They may be the gradients of ``z``, at the same places. If ``z`` has segments, the outputs' segments
-            must have the same lengths and indices. Signs write no outputs, and take none.
-        output_scale: Factor of the average, such as the loss scale that ``z.beta`` divides out.
+    z is what was given to ``compress_``, ``own`` the messages that it wrote, in the form of ``y``, the average that
+    came back; ``error`` is updated in place. ``outputs`` cover the bucket, each written in its own dtype, times
+    ``output_scale``; they may be the gradients of ``z`` at the same places, and else must have the lengths and indices
+    of its segments. Segments without a tensor are left alone. Signs write no outputs.
     """
 
     z: Combination
@@ -170,14 +154,10 @@ class Commit(Generic[AnyAverage]):
 
 @dataclass(slots=True)
 class Descent:
-    """The rate, the denominator and the bound of a step along a direction d: p <- p * decay - lr * bounded(d).
+    """The step along a direction d: p <- p * decay - lr * bounded(d), where ``decay`` is 1 - lr * weight_decay.
 
-    Attributes:
-        lr: Learning rate.
-        decay: 1 - lr * weight_decay; with exactly 1.0 p is not multiplied.
-        eps: Added to the denominator.
-        eps_inside_sqrt: sqrt(v + eps) instead of sqrt(v) + eps.
-        bound: Largest size of an element of d, > 0; larger ones are cut to it. Infinity changes nothing; NaN stays.
+    With a decay of exactly 1.0 p is not multiplied. Elements of d are cut to +-``bound``; infinity changes nothing, and
+    NaN stays. ``eps_inside_sqrt`` is sqrt(v + eps) instead of sqrt(v) + eps.
     """
 
     lr: float
@@ -202,15 +182,9 @@ class LambOptions:
 class AdamUpdate:
     """Operands of :func:`~hf_compressopt.kernels.reference.apply_adam_`.
 
-    Attributes:
-        y: n elements, read. Its values may be ``exp_avg`` itself.
-        exp_avg: [n] float32, m, written; None if ``beta`` is 1 and nobody needs m beyond y.
-        exp_avg_sq: n elements, v, read.
-        params: Segments that cover the bucket. Segments without a tensor move no parameter; m is written for them.
-        descent: The rate and the denominator of the step.
-        beta: 1.0, or the rate of the momentum.
-        corrections: [tensors, 2] float32. m^ and v^ are m and v divided by a tensor's two corrections; infinity as the
-            first one stands for a direction of 0. None: m^ and v^ are m and v.
+    y, n elements, may have ``exp_avg`` itself as its values. m, [n] float32, is written, or None if ``beta`` is 1 and
+    nobody needs it beyond y; v is read. Segments without a tensor move no parameter. ``corrections``, [tensors, 2]
+    float32, divide m and v: infinity as the first one stands for a direction of 0, None for m and v as they are.
     """
 
     y: Average
@@ -226,14 +200,7 @@ class AdamUpdate:
 class LocalUpdate:
     """Operands of :func:`~hf_compressopt.kernels.reference.local_step_`.
 
-    Attributes:
-        exp_avg: [n] float32, m, updated in place.
-        exp_avg_sq: n elements, v, read.
-        local_update: [n] float32, u, updated in place.
-        grads: Segments that cover the bucket, read. None leaves m as it is.
-        params: Segments that cover the bucket. Segments without a tensor move no parameter.
-        beta1: Coefficient of the momentum.
-        descent: The rate and the denominator of the step.
+    m and u, [n] float32, are updated in place, v is read. Without ``grads`` m stays as it is.
     """
 
     exp_avg: Tensor
@@ -249,15 +216,10 @@ class LocalUpdate:
 class ParameterSync:
     """Operands of :func:`~hf_compressopt.kernels.reference.sync_parameters_`.
 
-    Attributes:
-        y: n elements, read. Its values may be ``local_update`` itself.
-        exp_avg: [n] float32, m, written.
-        anchor: [n] float32, the parameters at the last sync, updated in place.
-        exp_avg_sq: n elements, v, read.
-        local_update: [n] float32, u, set to 0.
-        params: Segments that cover the bucket. Segments without a tensor change neither anchor nor parameter.
-        lr_sum: Sum of the learning rates of the interval, not 0.
-        descent: ``decay`` is the product over the interval, ``bound`` that of y / denominator(v); ``lr`` is not used.
+    y may have ``local_update`` itself as its values. m is written, the anchor (the parameters at the last sync) updated
+    in place, and u set to 0; all [n] float32. Segments without a tensor change neither anchor nor parameter. ``lr_sum``
+    is the sum of the learning rates of the interval, not 0; ``descent.decay`` the product over the interval, its
+    ``bound`` that of y / denominator(v), and its ``lr`` is not used.
     """
 
     y: Average
@@ -274,15 +236,8 @@ class ParameterSync:
 class LambMoments:
     """Operands of :func:`~hf_compressopt.kernels.reference.lamb_moments_`.
 
-    Attributes:
-        y: n elements, read.
-        exp_avg: [n] float32, m, updated in place.
-        exp_avg_sq_fresh: [n] float32, updated in place.
-        exp_avg_sq: n elements, the frozen v, read.
-        params: Segments that cover the bucket, read. A segment without a tensor counts as p = 0.
-        factors: [tensors] float32, read.
-        sums: [tensors, 3] float64, updated in place; 0 before a tensor's first segment.
-        options: Hyperparameters.
+    m and the fresh v, [n] float32, are updated in place, the frozen v is read. A segment without a tensor counts as
+    p = 0. ``factors`` are [tensors] float32; ``sums``, [tensors, 3] float64, are 0 before a tensor's first segment.
     """
 
     y: Average

@@ -45,15 +45,9 @@ _LONG_RUN, _DEVICE_RUN = 1 << 16, 1 << 23  # elements that become float64 at onc
 def compress_(
     code: AnyCode, z: Combination, error: Errors, messages: Tensor, world_size: int, new_error: Errors | None = None
 ) -> None:
-    """Compress a bucket: u = z + error; messages <- Q(u); new_error <- u - Q(u), if it is given.
+    """Compress z, n values: u = z + error; messages <- Q(u); new_error <- u - Q(u), if it is given.
 
-    Args:
-        code: Of the messages.
-        z: The n values to send, read.
-        error: n elements, read.
-        messages: [sum(code.chunk_nbytes(n, world_size))] uint8, written.
-        world_size: Number of chunks.
-        new_error: n elements, in the form of ``error``, written; it may be ``error`` itself. None: nothing.
+    ``messages`` is uint8 of all ``world_size`` chunks; ``new_error`` has the form of ``error`` and may be ``error``.
     """
     u = values_of(z) + values_of_errors(error)
     scale = code.common_scale(u)
@@ -69,14 +63,8 @@ def average_compress_(
     """Average a chunk on its server: a = mean of the messages' values + error; out <- Q(a); new_error <- a - Q(a).
 
     The sum is taken in float32: messages in groups of four, in rank order, and then the groups' sums, in order.
-
-    Args:
-        code: Of the messages.
-        messages: [world_size * code.nbytes(n)] uint8, one message of the same chunk per rank, read.
-        error: n elements, read.
-        new_error: n elements, in the form of ``error``, written. It may be ``error`` itself.
-        out: [code.nbytes(n)] uint8, written.
-        world_size: Number of messages.
+    ``messages`` is uint8 [world_size * code.nbytes(n)], one message of the chunk per rank; ``new_error`` may be
+    ``error``.
     """
     if (numel := error.numel()) == 0:
         return
@@ -97,15 +85,7 @@ def commit_(code: AnyCode, commit: Commit[Average] | Commit[IntegerAverage]) -> 
 
 
 def mean_(code: IntegerCode, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:
-    """Sum the messages of one chunk, in the order of :func:`average_compress_`: out <- sum * factor.
-
-    Args:
-        code: Of the messages.
-        messages: [world_size * code.nbytes(n)] uint8, one message of the chunk per rank, read.
-        out: [n] float32, written.
-        world_size: Number of messages.
-        factor: Of the sum, such as 1 / world_size.
-    """
+    """Sum the messages of one chunk, in the order of :func:`average_compress_`: out <- sum * factor, [n] float32."""
     if out.numel():
         torch.mul(code.sum_of(messages.view(world_size, -1), out.numel()), factor, out=out)
 
@@ -113,11 +93,7 @@ def mean_(code: IntegerCode, messages: Tensor, out: Tensor, world_size: int, fac
 def add_(y: IntegerAverage, outputs: Sequence[Segment], decay: float, scale: float) -> None:
     """Add an average to tensors: outputs <- outputs * decay + y * scale, each operation rounded to float32.
 
-    Args:
-        y: n elements, read.
-        outputs: Segments that cover the bucket, each written in its own dtype. Those without a tensor are left alone.
-        decay: Factor of what the outputs hold; 0 if they are not to be read.
-        scale: Factor of the average.
+    Outputs are written in their own dtypes, and not read if decay is 0. Segments without a tensor are left alone.
     """
     values = values_of(y) * scale
     for segment, (change,) in _pieces(outputs, values):
@@ -261,15 +237,7 @@ def lamb_moments_(moments: LambMoments) -> None:
 def lamb_apply_(
     exp_avg: Tensor, exp_avg_sq: Variance, params: Sequence[Segment], rates: Tensor, options: LambOptions
 ) -> None:
-    """Take 1-bit LAMB's second pass: p <- p - rate (m / denominator(v) + wd p).
-
-    Args:
-        exp_avg: [n] float32, m, read.
-        exp_avg_sq: n elements, the frozen v, read.
-        params: Segments that cover the n elements. Segments without a tensor change no parameter.
-        rates: [tensors] float32, read.
-        options: Hyperparameters.
-    """
+    """Take 1-bit LAMB's second pass: p <- p - rate (m / denominator(v) + wd p), a rate for each tensor."""
     for segment, (m, v) in _pieces(params, exp_avg, _variance(exp_avg_sq, params)):
         if segment.tensor is None:
             continue
@@ -333,15 +301,7 @@ def _pieces(segments: Sequence[Segment], *flats: Tensor) -> Iterator[tuple[Segme
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum the squares of all elements, in float64. Native code takes no float64.
-
-    Args:
-        tensors: Any shapes, on ``device``.
-        device: The device of the result.
-
-    Returns:
-        [] float64. It is not finite if an element is not.
-    """
+    """Sum the squares of all elements, in float64; not finite if an element is not. Native code takes no float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         for run in torch.split(tensor.detach().reshape(-1), _LONG_RUN if device.type == "cpu" else _DEVICE_RUN):

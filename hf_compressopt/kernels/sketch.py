@@ -51,14 +51,11 @@ def sketch_(segments: Sequence[Segment], offset: int, seed: int, y: Tensor, squa
     """Add the sketch of consecutive elements of a group: y <- y + S(g); squares <- squares + sum of g^2.
 
     Args:
-        segments: The elements from ``offset`` on, in order, read. Segments without a tensor count as 0.
+        segments: The elements from ``offset`` of the group on, in order. Segments without a tensor count as 0.
         offset: The first element's place in the group.
         seed: A number for each step, the same on all ranks; taken modulo 2^64.
-        y: [4096] float32, updated in place. It is not finite if an element is not.
-        squares: [] float64, updated in place, to the accuracy of float32. Its last bits may depend on the device.
-
-    Raises:
-        ValueError: If ``offset`` is negative, or ``y`` or ``squares`` have another size or dtype.
+        y: [4096] float32, updated in place; not finite if an element is not.
+        squares: [] float64, updated in place, to the accuracy of float32.
     """
     if offset < 0:
         raise ValueError(f"offset must be >= 0, got {offset}")

@@ -79,15 +79,10 @@ def top_of_variance(values: Tensor) -> int:
 
 
 def encode_variance_(values: Tensor, codes: Tensor, top: int | None = None) -> int:
-    """Encode the variances of one tensor.
+    """Encode the variances of one tensor, [n] float32, as [n] uint8. Returns the point of the largest; 0 if all are 0.
 
-    Args:
-        values: [n] float32, not negative, read.
-        codes: [n] uint8, written. It may be the first quarter of the memory of ``values``, or lie before it.
-        top: What :func:`top_of_variance` returns for the whole tensor, if ``values`` are a part of it.
-
-    Returns:
-        The point of the largest element; 0 if all are 0.
+    ``codes`` may lie in the first quarter of the memory of ``values``, or before it. ``top`` is what
+    :func:`top_of_variance` returns for the whole tensor, if ``values`` are a part of it.
     """
     runs = torch.split(values, _RUN)
     top = top_of_variance(values) if top is None else top

@@ -1,26 +1,13 @@
-"""The agreement of the ranks: their gradients are checked and measured, and what must be alike is compared; log lines.
+"""The agreement of the ranks: gradients are checked and measured, and what must be alike is compared.
 
-The noise in the ranks' gradients, measured while they are clipped.
-
-A rank's gradient g_r is the true gradient G and noise: E ||g_r||^2 = |G|^2 + S, where S is the trace of the noise's
-covariance. The mean g of W of them has E ||g||^2 = |G|^2 + S / W. With A, the mean over ranks of ||g_r||^2,
+Noise: with A the mean over ranks of ||g_r||^2, and g the mean of W gradients (docs/algorithms.md, "Gradient noise"),
     common = (||g||^2 - A / W) / (A - A / W)                                      (1)
-estimates |G|^2 / (|G|^2 + S), the share of A that the ranks have in common, whatever W is. From its moving average:
     S / |G|^2 = (1 - common) / common                                             (2)
     ||g||^2 / A = common + (1 - common) / W                                       (3)
-(2) is the simple noise scale of McCandlish et al. 2018, arXiv 1812.06162, in units of the batch of one rank.
 
-The norm of the mean of gradients that stay on their ranks, from count sketches.
-
-A sketch is linear: the mean of the ranks' sketches is the sketch of the mean gradient. Its norm is the norm of the mean
-gradient, with a relative standard deviation of 1 / sqrt(2 k): 1.1 % for k = 4096 numbers. It travels in the small
-message that the ranks exchange in every step. See :mod:`hf_compressopt.kernels.sketch`.
-
-The sketch of fewer than 65,536 elements is folded: its parts of k numbers are added, so that it takes no more than a
-fourth of a byte per element, twice what their signs take. At least 64 numbers stay.
-
-A parameter that only some of the ranks hold, in a param group with a process group of its own, belongs to a sketch of
-these ranks. They exchange it first, and tell the norm of its mean to all ranks in the message of all.
+The norm of the mean of local gradients is that of the mean of their sketches (:mod:`hf_compressopt.kernels.sketch`),
+which travel in the small message of every step. The sketch of fewer than 65,536 elements is folded to at most a fourth
+of a byte per element, at least 64 numbers. Parameters with a process group of their own have a sketch of these ranks.
 """
 
 from __future__ import annotations
@@ -113,11 +100,10 @@ class MeanNorm:
 
     Attributes:
         sketches: One for each group of ranks whose gradients are each rank's own.
-        averaged: [] float64, the share-weighted sum of squares of gradients that are alike on the ranks that hold them.
-        squares: The sums of squares of all these gradients, [] float64, by their share: 1 over the number of ranks that
-            hold the parameter.
+        averaged: [] float64, the share-weighted sum of squares of gradients that are alike where they are held.
+        squares: Sums of squares, [] float64, by their share: 1 over the number of ranks that hold the parameter.
         common: (1), after :meth:`square`; NaN if there is none.
-        mean_square: The mean over ranks of the squared norms of their gradients, after :meth:`square`.
+        mean_square: The mean over ranks of their squared norms, after :meth:`square`.
     """
 
     def __init__(

@@ -501,7 +501,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         given = {_OLD_NAMES.get(name, name) for name in given}
         if self._step > 0 and not self.schedule.is_given(given):
             raise RuntimeError(f"the schedule can be chosen before the first step only, this is step {self._step + 1}")
-        self.schedule = self.schedule.fitted(max_steps, given, low_bit=self.warmup_bits < 32)
+        window = round(1 / (1 - self.param_groups[0]["betas"][1]))
+        self.schedule = self.schedule.fitted(max_steps, given, low_bit=self.warmup_bits < 32, window=window)
         self._make_room_for_history()
         return self.schedule.describe(max_steps, given)
 
@@ -740,15 +741,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Return numbers of the last step and of the run so far, of this rank.
 
         Returns:
-            ``stage`` (0.0 is the warmup stage), ``step``, ``skipped_steps``, ``rounds`` (steps in which the schedule
-            has gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by this rank; without the
-            traffic of a plain loop that averages gradients itself, and in two levels to other nodes only:
-            ``bytes_sent_in_node`` has the rest; of 0/1 Adam's steps the mean over the last sync and the local steps
-            before it); ``compression_ratio`` (bytes of a float32 ring all-reduce over ``bytes_sent_step``; in two
-            levels both on the link of a node); ``seconds_all_to_all``,
-            ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far); and, once local
-            gradients were clipped by clip="sketch", ``gradient_noise_scale``, in batches of one rank (see
-            :mod:`~hf_compressopt.optim.agreement`).
+            ``stage`` (0.0 is the warmup stage), ``step``, ``skipped_steps``, ``rounds`` (steps with an average or a
+            message); ``bytes_sent_step`` and ``bytes_sent`` by this rank, if hierarchical to other nodes, and
+            ``bytes_sent_in_node``; ``compression_ratio``; seconds that the host was blocked, ``seconds_all_to_all``,
+            ``seconds_all_gather`` and ``seconds_communication``; ``gradient_noise_scale`` in batches of one rank, once
+            local gradients were clipped by clip="sketch". Of 0/1 Adam's steps bytes are means over a local interval.
         """
         counts: dict[str, float] = {"step": self._step, "skipped_steps": self.skipped_steps, "rounds": self.rounds}
         in_full = self.last_plan.reduce_grads and not self.warmup_gradients.in_use
@@ -799,7 +796,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         options |= {"zero_stage": self.zero_stage} if self.zero_stage else {}
         chosen = ", ".join(f"{key}={value}" for key, value in options.items())
         numel, everyone = sum(state.layout.numel for state in self._states), self.communicator
-        nodes = "" if everyone.levels is None else f" in two levels, {everyone.topology.nodes} node(s)"
+        nodes = "" if everyone.levels is None else f", hierarchical on {everyone.topology.nodes} nodes"
         return (
             f"{type(self).__name__}, {numel:,} parameters, {chosen}; {everyone.world_size} rank(s) over "
             f"{everyone.name}{nodes}, scale_block={self.scale_block}, kernels: "

@@ -49,6 +49,8 @@ from hf_compressopt.schedules import OnebitSchedule, StepPlan
 class Lamb(torch.optim.Optimizer):
     """LAMB for averaged gradients: an ordinary optimizer, and the warmup stage of OnebitLamb.
 
+    Source: arXiv 1904.00962, Algorithm 2.
+
     Args:
         params: Parameters, named parameters or param groups, as for any torch optimizer.
         lr: Learning rate, >= 0.
@@ -182,6 +184,7 @@ class OnebitLambSchedule(OnebitSchedule):
 class OnebitLamb(CompressedOptimizer):
     """LAMB whose momentum crosses the network as signs, after a warmup stage of averaged gradients.
 
+    Source: arXiv 2104.06069, Algorithm 1. Use it as :class:`~hf_compressopt.optim.onebit_adam.OnebitAdam`.
     Norms, coefficients and factors stay on the device: a step synchronises with the host no more often for many
     tensors than for one.
 

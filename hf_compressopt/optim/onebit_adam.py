@@ -36,6 +36,11 @@ from hf_compressopt.schedules import StepPlan
 class OnebitAdam(CompressedOptimizer):
     """Adam whose momentum crosses the network as signs, after a warmup stage of averaged gradients.
 
+    Source: arXiv 2102.02888, Algorithm 1. In a loop with DistributedDataParallel::
+
+        optimizer = OnebitAdam(model.parameters(), lr=1e-3, total_steps=1000)
+        attach_ddp(ddp_model, optimizer)
+
     Args:
         params: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
         lr: Learning rate.

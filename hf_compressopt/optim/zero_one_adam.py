@@ -224,6 +224,11 @@ logger = logging.getLogger(__name__)
 class ZeroOneAdam(CompressedOptimizer):
     """Adam that updates its variance less and less often, and then lets the ranks step alone between 1-bit syncs.
 
+    Source: arXiv 2202.06009, Algorithm 1. Use it as :class:`~hf_compressopt.optim.onebit_adam.OnebitAdam`; evaluate::
+
+        with optimizer.averaged_parameters():  # on all ranks
+            evaluate(model)
+
     Inside a local interval the ranks' parameters differ. :meth:`averaged_parameters` puts their mean in place, for an
     evaluation or a save by all ranks; :meth:`synced_parameters` those of the last sync, for a rank alone. A rank whose
     gradient is not finite takes its steps with its momentum. Parameters that others write inside an interval (a

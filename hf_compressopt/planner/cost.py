@@ -1,27 +1,8 @@
-"""Predicted bytes and seconds of a step: a model of a few terms, each the time of one physical process.
+"""Predicted bytes and seconds of a step, by the formulas of docs/dev/planner.md.
 
-N ranks on M nodes, g on each; R the bytes per second of a node's link, L those between ranks of a node, B the bytes of
-a message. A ring passes every link once each way; an all-to-all sends all that leaves a node over its one link:
-    all-reduce  2 (N-1)/N B / min(R, L)       all-gather  (N-1)/N B / min(R, L)                            (1)
-    all-to-all  max(g (N-g)/N B / R, (g-1)/N B / L)                                                        (2)
-A message reaches WIRE_EFFICIENCY of these rates. It takes the latency once for each hop that waits for another hop, and
-at least its bytes over host_bandwidth if processors move them. Hierarchical: (2) and an all-gather of the node's own
-messages over R, and inside the node, over L, an all-to-all of float32 values before and an all-gather of all messages
-after them. ZeRO's values take the same way.
-
-DDP. With f, b, u the seconds of forward, backward and update, and k buckets that become ready evenly over b (host
-work makes b longer by h):
-    f + max(ready_1 + sum of all messages, b + h + last message) + u                                       (3)
-ZeRO-1 and 2. (3) with reduce-scatters and u/N, then packing and the all-gather of the parameters, not overlapped.
-Compressed step, of k buckets. Passes over memory, P seconds, and messages, C seconds, overlap:
-    f + b + max(P + h, C) + min(P, C)/k                                                                    (4)
-The warmup stage of OnebitAdam with zero_stage=1 is (4) too, with a shared update among the passes. With zero_stage=2
-gradients leave as in (5); what comes back is as in (4) in the warmup stage, and Q in the compressed one.
-Low-bit gradients. (3) with the messages of (4). Passes that make and average them lengthen the backward pass by P. In
-the warmup stage of a compressed optimizer the passes that write the errors and the averages, Q, come last:
-    f + max(ready_1 + sum of all messages, b + h + P + last message) + Q + u                               (5)
-Sources: the ring, Patarasuk and Yuan 2009; overlap by buckets, Li et al. 2020 (arXiv 2006.15704); b = 2 f, since a
-backward pass has two products for each product of the forward pass.
+Comments number them: (1) a ring, (2) an all-to-all, (3) a step of DDP, (4) one of the compressed stage, (5) one with
+low-bit gradients. Sources: the ring, Patarasuk and Yuan 2009; overlap by buckets, Li et al. 2020 (arXiv 2006.15704);
+b = 2 f, since a backward pass has two products for each product of the forward pass.
 """
 
 from __future__ import annotations
@@ -50,14 +31,12 @@ class Cluster:
 
     Attributes:
         nodes: Machines, >= 1; with one, ``bandwidth`` is not used.
-        gpus_per_node: Ranks on each machine.
         bandwidth: Rate of a node's link, each way, shared by its ranks.
         local_bandwidth: Rate of each rank to the others of its node, each way.
         memory_bandwidth: Rate of a rank's memory; its share, if ranks share a processor.
-        host_bandwidth: Rate at which a rank's processor moves messages while it also computes; infinity if network
-            cards move them. In two levels it does not count inside a node, where ranks share memory.
+        host_bandwidth: Rate at which a processor moves messages between nodes while it computes; infinity for cards.
         latency: Seconds of one hop between nodes.
-        topology: Of compressed messages and of ZeRO: "flat", "two-level" or "auto", as in the optimizers.
+        topology: "flat", "hierarchical" or "auto", of compressed messages and of ZeRO.
     """
 
     nodes: int
@@ -133,7 +112,7 @@ def all_to_all(cluster: Cluster, nbytes: float) -> Message:
 
 
 def all_gather(cluster: Cluster, nbytes: float) -> Message:
-    """Cost of giving all ranks ``nbytes`` of parameters: a ring, in two levels one of each level."""
+    """Cost of giving all ranks ``nbytes`` of parameters: a ring, or one inside the nodes and one between them."""
     if cluster.node_size == 1:
         return ring(cluster, nbytes, passes=1)
     inside, between = _levels(cluster)
@@ -213,16 +192,14 @@ ONEBIT_LAMB = Passes(_NORM, 16, 40)
 
 @dataclass(frozen=True)
 class Training:
-    """The model that is trained, and the time of its step without communication.
+    """The model that is trained, and the seconds of its step without communication.
 
     Attributes:
         params: Trainable parameters, >= 1.
-        compute_seconds: Seconds of a step without communication: forward, backward and the update of AdamW.
-        update_seconds: AdamW's share of compute_seconds; None is one pass over memory, as of a fused AdamW.
+        compute_seconds: Seconds of forward, backward and the update of AdamW.
+        update_seconds: AdamW's share of them; None is one pass over memory, as of a fused AdamW.
         itemsize: Bytes of a parameter, and of its gradient: 4 or 2.
         bucket_cap_mb: MiB sent together: of gradients in DDP, of float32 values otherwise.
-        scale_block: As in the compressed optimizers.
-        warmup_bits: As in the compressed optimizers, whose default is this one's: 4, 8, 16 or 32.
     """
 
     params: int
@@ -401,7 +378,7 @@ class Model:
         return min(bucket_numel_of(self.training.bucket_cap_mb), self.training.params)
 
     def _node_passes(self) -> float:
-        """Bytes over memory per parameter that two levels add: all values are written, those of the node read."""
+        """Bytes over memory per parameter if hierarchical: all values are written, those of the node read."""
         size = self.cluster.node_size
         return 0.0 if size == 1 else 2 * FLOAT_BYTES * (1 + 1 / size)
 

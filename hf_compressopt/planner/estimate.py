@@ -124,7 +124,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = 
     parser.add_argument("--states-per-parameter", type=few, default=2, help=f"{text}, 1 for SGD with momentum")
     text = "MiB of float32 values in a bucket, which is sent together (%(default)s)"
     parser.add_argument("--bucket-cap-mb", type=argument(mebibytes), default=25.0, help=text)
-    text = "topology of compressed messages: flat, two-level (one message per node), or auto: two-level if there are "
+    text = "topology of compressed messages: flat, hierarchical (one per node), or auto: hierarchical if there are "
     text += "several nodes of several GPUs (%(default)s)"
     parser.add_argument("--topology", choices=["auto", "flat", "hierarchical", "two-level"], default="auto", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")

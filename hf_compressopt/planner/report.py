@@ -24,8 +24,9 @@ from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
 #: Runs within this share count as equally fast: the planner's own error is larger (docs/dev/planner.md).
 ALIKE = 0.05
 MEMORY = ("parameters", "gradients", "states", "buckets", "total")
-#: ZeRO-2 with gradients and parameters in 4 bits; and OnebitAdam, by its ``zero_stage``.
+#: ZeRO-2 with gradients and parameters in 4 bits; FSDP2 without replicas; and OnebitAdam, by its ``zero_stage``.
 ZERO_INT4 = "zero2_adamw, int4"
+FSDP2 = ("FSDP2", "FSDP2, int4 gradients", "FSDP2, int4 both ways")
 ONEBIT_ZERO = {1: "OnebitAdam, ZeRO-1", 2: "OnebitAdam, ZeRO-2"}
 #: The forms of a compressed optimizer's state: "float32", the two stages of "compact", and those with
 #: a zero_stage. With ``zero_stage=2`` they are what is held from the backward pass to the step.
@@ -129,7 +130,8 @@ def memory_rows(
 
     A compressed optimizer has a row for each form of its state. Its messages in flight are left out: they have 1/32 of
     the buckets' bytes. With ``zero_stage=2`` gradients are the means of this rank's chunks, and a bucket of gradients
-    waits to be sent. ``node_size``: see :class:`Buckets`.
+    waits to be sent. ``node_size``: see :class:`Buckets`. FSDP2 has no replicas here: each rank has a shard of all, and
+    errors for all, old and new ones; if parameters travel in 4 bits, too, it has all parameters beside its shard.
     """
     estimate = partial(
         estimate_zero_memory,
@@ -147,6 +149,10 @@ def memory_rows(
         estimates[ZERO_INT4] = replace(small, states=small.states + small.errors, errors=0)
         plain = estimates["no ZeRO"]
         estimates["grad_compression"] = replace(plain, states=plain.states + buckets.errors)
+        shard = [-(-value // world_size) for value in (full, full, plain.states)]
+        errors = 2 * Buckets(params, world_size, bucket_numel).worker_errors
+        for name, replicas, held in zip(FSDP2, (0, 0, full), (0, errors, errors), strict=True):
+            estimates[name] = MemoryEstimate(shard[0] + replicas, shard[1], shard[2] + held, plain.buckets)
     freed = {ZERO_FREED_FIRST: FLOAT_BYTES * buckets.own_elements, ZERO_FREED_THEN: 0}
     for cls in ALGORITHMS.values():
         for form, states in buckets.states(cls).items():

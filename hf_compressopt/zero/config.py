@@ -1,4 +1,4 @@
-"""What a ZeroOptimizer takes: options, optimizers and parameters. Errors name the value, what is legal, what to do."""
+"""The arguments of a ZeroOptimizer, checked: options, optimizers and parameters."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class ZeroConfig:
             element: what the float32 masters, which each rank keeps of its part, are ahead of them.
         topology: "flat", "hierarchical" or "auto": the way of gradients and parameters between nodes of several ranks.
             Param groups with a process group of their own are always flat.
-        node_size: Consecutive ranks per node, for two levels; None takes them from the launcher and the host names.
+        node_size: Consecutive ranks per node, if hierarchical; None takes them from the launcher and the host names.
 
     Raises:
         ValueError: For an option outside its range.
@@ -282,7 +282,7 @@ _IN_BLOCKS = (
 _ITSELF = "it partitions by itself: give the class that it wraps"
 _IN_BACKWARD = "it updates during backward: use it without ZeRO"
 _WHOLE_TENSORS = {
-    **dict.fromkeys(("Muon", "SOAP", "Kron"), _MATRICES),
+    **dict.fromkeys(("Muon", "MuonAdamW", "SOAP", "Kron"), _MATRICES),
     **dict.fromkeys(("Adafactor", "CAME"), _ROWS_AND_COLUMNS),
     **dict.fromkeys(("Lomo", "AdaLomo"), _IN_BACKWARD),
     **dict.fromkeys(("LAMB", "Lamb", "FusedLAMB", "LARS"), _NORM_OF_A_TENSOR),

@@ -39,15 +39,10 @@ class SliceErrors:
     The errors of the passes since the last step lie beside those of that step, until the step is taken or dropped: a
     step is dropped if a gradient is not finite on any rank, and its errors with it. Each lot takes 1.02 bytes per
     element.
-
-    Attributes:
-        form: The form of the messages.
-        kept: The errors of the last step that was taken.
     """
 
     def __init__(self, form: IntegerFormat, numel: int, world_size: int, device: torch.device) -> None:
-        """Start with errors of 0 for ``numel`` elements of a slice, which are sent to ``world_size`` ranks."""
-        self.form, self.kept = form, CompactErrors.zeros(numel, world_size, device)
+        self.form, self.kept = form, CompactErrors.zeros(numel, world_size, device)  # of the last step that was taken
         self._pending: CompactErrors | None = None
 
     @property
@@ -62,11 +57,9 @@ class SliceErrors:
         return self._pending
 
     def keep(self) -> None:
-        """Make the errors since the last step those of a step that was taken."""
         self.kept, self._pending = self.latest, None
 
     def drop(self) -> None:
-        """Drop the errors since the last step."""
         self._pending = None
 
     def rescale(self, factor: float) -> None:
@@ -77,7 +70,6 @@ class SliceErrors:
                 scales_of(message, stop - start, bits).mul_(factor)
 
     def to(self, device: torch.device) -> None:
-        """Move the errors."""
         if device != self.kept.device:
             self.kept = replace(self.kept, messages=self.kept.messages.to(device))
             if self._pending is not None:
@@ -90,7 +82,6 @@ class SliceErrors:
         self._pending = None
 
     def check(self, messages: Tensor) -> None:
-        """Check that bytes are errors of this slice."""
         wanted = self.kept.messages
         if messages.shape != wanted.shape or messages.dtype != wanted.dtype:
             raise ValueError(
@@ -99,25 +90,19 @@ class SliceErrors:
             )
 
     def copy_from(self, other: SliceErrors) -> None:
-        """Copy the errors of a slice of the same layout."""
         self.take(other.kept.messages)
         if other._pending is not None:
             self.pending().messages.copy_(other._pending.messages)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated."""
         return sum(errors.messages.numel() for errors in (self.kept, self._pending) if errors is not None)
 
 
 def send_gradients(
     buffer: Tensor, cut: Slice, communicator: Communicator, errors: SliceErrors, loss_scale: float
 ) -> Task[Tensor]:
-    """Average every rank's part of a slice, as (1) says. The errors wait for :meth:`SliceErrors.keep`.
-
-    Returns:
-        [part_numel] float32, the average.
-    """
+    """Average every rank's part of a slice, [part_numel] float32, as (1) says; errors wait for their ``keep()``."""
     form, levels, peers = errors.form, communicator.levels, communicator
     if levels is not None:
         buffer, node, peers = in_place_order(buffer, communicator), levels.node, levels.peers
@@ -146,10 +131,7 @@ def send_differences(
     form: IntegerFormat,
     pipeline: Pipeline,
 ) -> None:
-    """Start bringing all replicas nearer to the masters, as (2) says. All ranks add the same numbers.
-
-    The replicas have them when ``pipeline`` is drained.
-    """
+    """Start bringing all replicas nearer to the masters, as (2) says; they are when ``pipeline`` is drained."""
     nbytes = communicator.world_size * form.nbytes(cut.part_numel)
     pipeline.room_for(nbytes)
     pipeline.add(_exchange_differences(params, parts, cut, communicator, form), nbytes)

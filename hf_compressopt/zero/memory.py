@@ -50,11 +50,10 @@ def estimate_zero_memory(
 ) -> MemoryEstimate:
     """Estimate the bytes that parameters, gradients and optimizer state take on each rank.
 
-    With N ranks, a trainable float32 parameter under Adam takes 16 bytes without ZeRO, 8 + 8/N in stage 1 and
-    4 + 12/N in stage 2. In 16 bits with float32 masters it takes 16, 4 + 12/N and 2 + 14/N. Two buckets come on top.
-    Stage 1 needs its 8 (4) bytes only while whole gradients are held, as during accumulation. With several ranks
-    grad_compression adds 2.03/node_size bytes from backward to step(), half of them for the whole run, and
-    param_compression 4/N for the masters of float32 parameters.
+    docs/memory_and_zero.md has the formulas. Stage 1 needs its bytes of gradients only while whole ones are held, as
+    during accumulation. For example::
+
+        estimate_zero_memory(7_000_000_000, world_size=32, stage=2, dtype=torch.bfloat16).total
 
     Args:
         model: The model, or its number of (trainable) parameters.
@@ -62,11 +61,11 @@ def estimate_zero_memory(
         stage: 0 (no ZeRO: every rank has all), 1 or 2.
         dtype: dtype of the parameters if a number is given.
         states_per_parameter: State values of the optimizer per parameter: 2 for Adam, 1 for SGD with momentum.
-        bucket_cap_mb: As of ZeroOptimizer.
+        bucket_cap_mb: As of ZeroOptimizer; two buckets come on top.
         offload_optimizer: As of ZeroOptimizer.
         grad_compression: As of ZeroOptimizer.
         param_compression: As of ZeroOptimizer.
-        node_size: Ranks of a node, which share the errors of compressed gradients in two levels; 1 if it is flat.
+        node_size: Ranks of a node, which share the errors of compressed gradients; 1 if the topology is flat.
 
     Raises:
         ValueError: For a stage or number that is not legal.

@@ -49,6 +49,12 @@ class _ParamGroups(torch.optim.Optimizer):
 class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     """An ordinary optimizer whose state, and in stage 2 whose gradients, are partitioned among the ranks.
 
+    Source: ZeRO, arXiv 1910.02054, section 5. In a loop without DistributedDataParallel::
+
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage=2, lr=1e-3)
+        loss.backward()  # sends the gradients
+        optimizer.step()
+
     Gradients are sent while backward runs. :meth:`step` updates this rank's part of every parameter and gathers the
     parameters. Nothing else averages gradients: do not wrap the model in DistributedDataParallel. The results are
     those of the wrapped optimizer on averaged gradients, bit for bit, for any stage, bucket size and overlap.
@@ -551,7 +557,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     def describe(self) -> str:
         """Describe the optimizer in one line for the log."""
         ranks, slices = self.communicator, len(self.partition.reducer.slices)
-        levels = "" if ranks.levels is None else f" in two levels, {ranks.topology.nodes} node(s)"
+        levels = "" if ranks.levels is None else f", hierarchical on {ranks.topology.nodes} nodes"
         forms = {"gradients": self.config.grad_compression, "parameters": self.config.param_compression}
         return (
             f"ZeRO stage {self.stage} around {self.optimizer_class.__name__}, {ranks.world_size} rank(s) "
@@ -561,8 +567,8 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     def metrics(self) -> dict[str, float]:
         """Return numbers for a log, of this rank: stage, step, bytes sent, host seconds in communication, skips.
 
-        ``compression_ratio`` is the bytes of a float32 ring all-reduce over those of the last step. In two levels
-        bytes are those to other nodes, beside ``bytes_sent_in_node``.
+        ``compression_ratio`` is the bytes of a float32 ring all-reduce over those of the last step. In the
+        hierarchical topology bytes are those to other nodes, beside ``bytes_sent_in_node``.
         """
         inside, sent = sum(self.traffic.node_bytes.values()), self.traffic.step_bytes
         numel = sum(param.numel() for param in self.trainable_parameters)

@@ -27,8 +27,6 @@ from hf_compressopt.zero.reducer import GradientAverages, GradientReducer, Slice
 
 @dataclass(frozen=True)
 class TrainedParameter:
-    """A parameter that is partitioned."""
-
     tensor: Tensor
     name: str  #: Or its place, such as "group0.3".
     group: int  #: Number of its param group.
@@ -42,10 +40,8 @@ class PartitionedParameters:
     """Parameters by their numbers, in the order in which they were added, with everything that is laid out over them.
 
     Attributes:
-        communicator: Of all ranks.
-        model_parallel: Communicator of the ranks that share one copy of the model, or None.
-        known: The parameters by number.
-        tensors: Their tensors, by number.
+        communicator, model_parallel: Of all ranks; and of those that share one copy of the model, or None.
+        known, tensors: The parameters, and their tensors, by number.
         reducer: Sends their gradients, and keeps this rank's averages.
         buckets: This rank's parts, in the order of the slices.
         holds_masters: Whether the parameters are the masters for now, and not the replicas that the ranks train.
@@ -63,7 +59,6 @@ class PartitionedParameters:
         process_group: dist.ProcessGroup | None,
         model_parallel_group: dist.ProcessGroup | None,
     ) -> None:
-        """Make the communicators, and lay out the trainable parameters of param groups."""
         self.config, (self.optimizer_class, self.inner_options) = config, inner
         device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
         flat = make_communicator(config.transport, process_group, device=device, traffic=traffic)
@@ -89,7 +84,6 @@ class PartitionedParameters:
         return TorchCommunicator(process_group, device=self.communicator.device, traffic=self.communicator.traffic)
 
     def communicators(self) -> list[Communicator]:
-        """List the communicator of all ranks, then those of param groups."""
         return list(self._by_group.values())
 
     # -- layout -------------------------------------------------------------------------------------------------------
@@ -124,12 +118,10 @@ class PartitionedParameters:
             yield TrainedParameter(tensor, name, number, place, communicator, owner, split)
 
     def _cut(self, numbers: Iterable[int]) -> list[SliceGradients]:
-        """Cut parameters of the same ranks, dtype and device into slices; returned in the order of backward.
-
-        Parameters of one dimension, such as biases, are few and sensitive: they are in slices of full precision.
-        """
+        """Cut parameters of the same ranks, dtype and device into slices, in the order of backward."""
         streams: dict[tuple[int, torch.dtype, torch.device, bool], list[int]] = {}
         config, found = self.config, []
+        # parameters of one dimension, such as biases, are few and sensitive: they are sent in full precision
         small = config.grad_form is not None or config.param_form is not None
         for number in sorted(numbers, reverse=True):
             tensor, communicator = self.tensors[number], self.known[number].communicator
@@ -155,7 +147,6 @@ class PartitionedParameters:
         return sorted(found, key=lambda gradients: -min(gradients.cut.places))  # the last gradient of each in backward
 
     def _add_buckets(self, slices: Iterable[int], groups: Sequence[dict[str, Any]]) -> None:
-        """Make update buckets of runs of slices that are about as long as a bucket."""
         most, room = max(self.config.reduce_numel, exchange.TOGETHER), 0
         runs: list[list[int]] = []
         for number in slices:
@@ -177,7 +168,6 @@ class PartitionedParameters:
     # -- looking at the parameters ------------------------------------------------------------------------------------
 
     def parts(self) -> Iterator[tuple[UpdateBucket, Part]]:
-        """Iterate over this rank's parts and the buckets in which they are updated."""
         for bucket in self.buckets:
             for part in bucket.parts:
                 yield bucket, part
@@ -197,7 +187,6 @@ class PartitionedParameters:
         return sorted(range(len(self.known)), key=lambda n: (self.known[n].group, self.known[n].place))
 
     def of_communicator(self, communicator: Communicator) -> list[int]:
-        """List the numbers of the parameters that the ranks of a communicator hold copies of."""
         return [number for number, known in enumerate(self.known) if known.communicator is communicator]
 
     def unfrozen(self, groups: Sequence[dict[str, Any]]) -> list[int]:
@@ -249,17 +238,13 @@ class PartitionedParameters:
         return restore
 
     def require_replicas(self, doing: str) -> None:
-        """Raise a RuntimeError if the parameters are lent masters."""
         if self.holds_masters:
             raise RuntimeError(f"{doing} inside masters_in_parameters(): leave the block first, it only lends masters")
 
     # -- the update: the parameters of one bucket are sent while the next is updated ----------------------------------
 
     def update(self, averages: GradientAverages, groups: Sequence[dict[str, Any]]) -> None:
-        """Update this rank's parts with the averages, which are used up, and give all ranks the parameters.
-
-        ``groups`` are the users' param groups, with the hyperparameters.
-        """
+        """Update this rank's parts with the averages, which are used up, and give all ranks the parameters."""
         self.require_replicas("step()")
         values = [hyperparameters(group) for group in groups]
         is_lamb = issubclass(self.optimizer_class, Lamb)

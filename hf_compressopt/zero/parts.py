@@ -41,17 +41,13 @@ _COLUMNS = 4093  # a prime: values that change places, by rows or columns of a m
 
 @dataclass(frozen=True)
 class Slice:
-    """One message: for each rank a part of ``part_numel`` elements, padding included, and the spans in it.
-
-    The offset of a span is its place in its part.
-    """
+    """One message: for each rank a part of ``part_numel`` elements with padding, and the spans at offsets in it."""
 
     part_numel: int
     parts: tuple[tuple[Span, ...], ...]
 
     @property
     def numel(self) -> int:
-        """Elements of the whole message, padding included."""
         return self.part_numel * len(self.parts)
 
     @cached_property
@@ -83,10 +79,9 @@ def slice_numel(bucket_numel: int, world_size: int) -> int:
 
 
 def partition(numels: Sequence[tuple[int, int]], length: int, world_size: int, *, rotate: bool = False) -> list[Slice]:
-    """Cut parameters into slices of ``length`` elements, and each slice into parts for the ranks.
+    """Cut parameters, (number, elements) in the order in which they are sent, into slices of ``length`` elements.
 
-    ``numels`` has number and elements of each parameter, in the order in which they are sent. ``rotate`` gives the
-    first part of slice i to rank i, modulo the number of ranks, instead of rank 0.
+    ``rotate`` gives the first part of slice i to rank i, modulo the number of ranks, instead of rank 0.
     """
     total = sum(_round_up(numel, ALIGN) for _, numel in numels)
     sizes = [min(length, _round_up(total - low, ALIGN * world_size)) // world_size for low in range(0, total, length)]
@@ -137,7 +132,6 @@ def write_span(param: Tensor, start: int, stop: int, values: Tensor) -> None:
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
-    """Return a copy in page-locked host memory."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
@@ -145,10 +139,8 @@ class Part:
     """A part of a parameter that this rank updates.
 
     Attributes:
-        param: Number of the parameter.
+        param, slice, group: Numbers of the parameter, of its slice and of its param group.
         span: The elements of the parameter.
-        slice: Number of its slice.
-        group: Number of the param group.
         tensor: [span.numel], the parameter of the wrapped optimizer: the memory of the real parameter, or a master
             copy of another dtype or in another place.
         direct: Whether it is the memory of the real parameter.
@@ -158,7 +150,6 @@ class Part:
     def __init__(
         self, span: Span, number: int, group: int, param: Tensor, master: torch.dtype, offload: bool, is_ahead: bool
     ) -> None:
-        """Make a master copy if the parameter's own memory is not suitable, or the master is to be ahead."""
         self.param, self.span, self.slice, self.group, self.is_ahead = span.index, span, number, group, is_ahead
         wide = master if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
         self.direct = param.is_contiguous() and param.dtype == wide and not offload and not is_ahead
@@ -175,7 +166,6 @@ class Part:
         return param.detach().reshape(-1)[self.span.start : self.span.stop]
 
     def write_back(self, param: Tensor) -> None:
-        """Round a master copy to the parameter."""
         if not self.direct:
             write_span(param, self.span.start, self.span.stop, self.tensor)
             if self.is_ahead:
@@ -184,18 +174,16 @@ class Part:
                 self._version, self._bits = self.tensor._version, self._bits_of(param)
 
     def read_from(self, param: Tensor) -> None:
-        """Give a master copy the parameter's values."""
         if not self.direct:
             self.tensor.copy_(self.replica_in(param))
             if self.is_ahead:
                 self.note_replica(param)
 
     def note_replica(self, param: Tensor) -> None:
-        """Note that the parameter is as it should be, so that values which other code writes later are seen."""
+        """Note that the parameter is as it should be: values that other code writes later are seen."""
         self.expect_replica(self.replica_in(param))
 
     def expect_replica(self, values: Tensor) -> None:
-        """Note that this part's elements of the parameter should be these values, [n]."""
         self._bits = _fingerprint(values.reshape(-1))
 
     def follow(self, param: Tensor) -> bool:
@@ -240,10 +228,7 @@ class Part:
         self.tensor.copy_(values)
 
     def _bits_of(self, param: Tensor) -> list[Tensor] | None:
-        """Return what tells whether other code writes this part of the parameter; None if values are compared instead.
-
-        Masters beside a parameter on a device are compared there: the host would wait for sums, but need not copy.
-        """
+        """Return sums of bits; None on a device, where values are compared: the host would wait for sums."""
         return _sums_of_bits(self.replica_in(param)) if self.tensor.is_cpu and is_direct(param) else None
 
 
@@ -311,7 +296,6 @@ class UpdateBucket:
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         state_dtype: torch.dtype | None,
     ) -> None:
-        """Make the wrapped optimizer of parts of the slices of these numbers, with the options of ``groups``."""
         self.slices = {number: [part for part in parts if part.slice == number] for number in slices}
         self.parts, self._state_dtype = list(parts), state_dtype
         self.inner: torch.optim.Optimizer | None = None
@@ -335,7 +319,6 @@ class UpdateBucket:
             groups[number].update(changed)
 
     def step(self) -> None:
-        """Update the parts that have a gradient."""
         if self.inner is not None:
             with self._wide_state():
                 self.inner.step()
@@ -356,11 +339,9 @@ class UpdateBucket:
                 self.inner.apply({p.tensor: ratios[p.param] for p in self.parts if p.tensor.grad is not None})
 
     def state_of(self, part: Part) -> dict[str, Any]:
-        """Return the wrapped optimizer's state of a part; empty before the first step."""
         return {} if self.inner is None else self.inner.state.get(part.tensor, {})
 
     def replace_state(self, part: Part, state: dict[str, Any]) -> None:
-        """Put a state in place of a part's; an empty one removes it."""
         if self.inner is not None:
             self.inner.state.pop(part.tensor, None)
             if state:

@@ -38,18 +38,11 @@ class SliceGradients:
     """The gradients of one slice on their way to their owners.
 
     Attributes:
-        cut: The layout of the slice.
-        communicator: The ranks that share it.
-        sent_dtype: dtype on the wire.
-        kept_dtype: dtype of the average.
-        device: Device of the gradients.
-        offload: Whether averages are moved to host memory.
+        sent_dtype: dtype on the wire; that of the average is kept_dtype.
         param_form: Form of the messages of the parameters; None is full precision.
         errors: The worker errors, and the form of the messages, of compressed gradients; None is full precision.
         average: [part_numel] of kept_dtype, this rank's part summed over the passes; None before the first.
-        buffer: [cut.numel] of sent_dtype, to be sent.
-        filled: Parameters whose gradients are in the buffer.
-        sent: Whether it was sent in this pass.
+        buffer: [cut.numel] of sent_dtype, to be sent; ``filled`` are the parameters whose gradients are in it.
     """
 
     cut: Slice
@@ -115,13 +108,8 @@ class SliceGradients:
 class GradientReducer:
     """Sender of gradients to their owners, and keeper of this rank's averages.
 
-    It is a :class:`~hf_compressopt.collectives.backward.Sender`.
-
-    Attributes:
-        slices: All slices.
-        present: For each parameter, whether this rank had a gradient of it since the last :meth:`clear`.
-        fault: The error in a gradient of this rank, to be raised on all ranks together; None if there is none.
-        passes: Passes in which gradients were sent.
+    ``present`` says of each parameter whether this rank had a gradient of it since the last :meth:`clear`; ``fault`` is
+    the error in a gradient of this rank, to be raised on all ranks together.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_compressopt.format.plan import MASTER, REPLICA
 from hf_compressopt.optim.options import check_count
 from hf_compressopt.optim.state import STATE_KEY, make_stub
 from hf_compressopt.zero.low_bit import SliceErrors
@@ -23,7 +24,6 @@ FUNCTIONAL = ("foreach", "fused", "capturable", "differentiable")
 
 
 def header_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
-    """Return the counters of an optimizer, and the names by which a load knows that a state fits."""
     scaler = {} if optimizer.config.grad_form is None else {"grad_scale": optimizer.loss_scale.of_scaler}
     return {
         **scaler,
@@ -38,7 +38,6 @@ def header_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
 
 
 def check_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
-    """Raise a ValueError unless a saved header fits an optimizer."""
     wanted = header_of(optimizer)["class"]
     if header.get("class") != wanted:
         raise ValueError(f"the state is of class {header.get('class')!r}, this optimizer of {wanted!r}")
@@ -53,7 +52,6 @@ def check_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
 
 
 def load_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
-    """Set an optimizer's counters to those of a header that was checked."""
     optimizer.steps, optimizer.skipped_steps = int(header["step"]), int(header["skipped_steps"])
     scale = optimizer.loss_scale
     scale.value, scale.good_steps = float(header["loss_scale"][0]), int(header["loss_scale"][1])
@@ -62,25 +60,48 @@ def load_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
     optimizer.partition.ranks_checked = False
 
 
-def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
-    """Set the hyperparameters of param groups in place, since schedulers hold the groups."""
-    for group, values in zip(groups, saved, strict=True):
+# -- the parts --------------------------------------------------------------------------------------------------------
+
+#: A part with its bucket, and its values: "state" is the wrapped optimizer's, "master" a copy of the parameter's
+#: elements, and "replica" what the parameter has while the master is ahead of it.
+Row = tuple[UpdateBucket, Part, dict[str, Any]]
+
+
+def rows_of(optimizer: ZeroOptimizer) -> Iterator[Row]:
+    """Yield everything that this rank holds, for state dicts and for files; the values are the optimizer's own."""
+    for bucket, part in optimizer.partition.parts():
+        row: dict[str, Any] = {"state": bucket.state_of(part)}
+        row |= {} if part.direct else {MASTER: part.tensor}
+        row |= {REPLICA: part.replica_in(optimizer.partition.tensors[part.param])} if part.is_ahead else {}
+        yield bucket, part, row
+
+
+def take_rows(optimizer: ZeroOptimizer, rows: Iterable[Row], groups: Sequence[dict[str, Any]]) -> None:
+    """Take over the values of all parts, and the hyperparameters in place, since schedulers hold the groups.
+
+    Element-wise state gets the dtype of the option, or the weight's as torch's optimizers do.
+    """
+    of_torch = optimizer.optimizer_class.__module__.startswith("torch.optim.")
+    for bucket, part, row in rows:
+        param, state = optimizer.partition.tensors[part.param], row["state"]
+        if MASTER in row:
+            part.tensor.copy_(row[MASTER].reshape(-1))
+            if part.is_ahead:
+                part.expect_replica(row.get(REPLICA, part.replica_in(param)))
+        else:
+            part.read_from(param)
+        for name in element_state(state, part):
+            value, dtype = state[name], optimizer.config.kept_state
+            if dtype is None and value.is_floating_point():
+                dtype = part.tensor.dtype if of_torch else torch.promote_types(value.dtype, part.tensor.dtype)
+            state[name] = value.to(part.tensor.device, dtype or value.dtype)
+        bucket.replace_state(part, state)
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
         for key, value in values.items():
             if key == "lr" and isinstance(group.get(key), Tensor):
                 group[key].fill_(float(value))
             elif key not in OWN_KEYS and key not in FUNCTIONAL:
                 group[key] = value
-
-
-def set_state(optimizer: ZeroOptimizer, bucket: UpdateBucket, part: Part, state: dict[str, Any]) -> None:
-    """Replace a part's state; element-wise state gets the option's dtype, or the weight's as torch's optimizers do."""
-    of_torch = optimizer.optimizer_class.__module__.startswith("torch.optim.")
-    for name in element_state(state, part):
-        value, dtype = state[name], optimizer.config.kept_state
-        if dtype is None and value.is_floating_point():
-            dtype = part.tensor.dtype if of_torch else torch.promote_types(value.dtype, part.tensor.dtype)
-        state[name] = value.to(part.tensor.device, dtype or value.dtype)
-    bucket.replace_state(part, state)
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
@@ -94,12 +115,10 @@ def pack(optimizer: ZeroOptimizer, packed: dict[str, Any], *, in_shards: bool) -
         return make_stub(packed, optimizer.steps)
     optimizer.partition.require_replicas("state_dict()")
     numbers = {id(tensor): number for number, tensor in enumerate(dict.fromkeys(_all_parameters(optimizer)))}
-    for bucket, part in optimizer.partition.parts():
-        tensor = optimizer.partition.tensors[part.param]
-        row: dict[str, Any] = {"start": part.span.start, "stop": part.span.stop, "state": bucket.state_of(part)}
-        row |= {} if part.direct else {"master": part.tensor}
-        row |= {"replica": part.replica_in(tensor).clone()} if part.is_ahead else {}
-        packed["state"].setdefault(numbers[id(tensor)], {"pieces": []})["pieces"].append(row)
+    for _, part, row in rows_of(optimizer):
+        row |= {REPLICA: row[REPLICA].clone()} if part.is_ahead else {}
+        entry = packed["state"].setdefault(numbers[id(optimizer.partition.tensors[part.param])], {"pieces": []})
+        entry["pieces"].append({"start": part.span.start, "stop": part.span.stop, **row})
     packed[STATE_KEY] = {**header_of(optimizer), "rank": optimizer.communicator.rank}
     if errors := _errors(optimizer):
         packed[STATE_KEY]["worker_errors"] = [error.kept.messages for error in errors]
@@ -132,21 +151,14 @@ def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, An
         _check_own(optimizer, own)
     keys = chain.from_iterable(group["params"] for group in saved_groups)
     numbers = dict(zip(map(id, _all_parameters(optimizer)), keys, strict=True))
-    rows = []
+    rows: list[Row] = []
     for bucket, part in partition.parts():
         tensor = partition.tensors[part.param]
         row = state_dict["state"].get(numbers[id(tensor)], {})
-        rows.append((bucket, part, _whole_state(row, part, tensor) if own is None else _own_state(row, part)))
-    for bucket, part, found in rows:
-        if "master" in found:
-            part.tensor.copy_(found["master"].reshape(-1))
-            if part.is_ahead:
-                part.expect_replica(found.get("replica", part.replica_in(partition.tensors[part.param])))
-        else:
-            part.read_from(partition.tensors[part.param])
-        copies = {key: v.clone() if isinstance(v, Tensor) else v for key, v in found.get("state", {}).items()}
-        set_state(optimizer, bucket, part, copies)
-    load_groups(optimizer.param_groups, saved_groups)
+        found = _whole_state(row, part, tensor) if own is None else _own_state(row, part)
+        state = {key: v.clone() if isinstance(v, Tensor) else v for key, v in found["state"].items()}
+        rows.append((bucket, part, {**found, "state": state}))
+    take_rows(optimizer, rows, saved_groups)
     saved_errors = None if own is None else own.get("worker_errors")
     for number, errors in enumerate(_errors(optimizer)):
         errors.take(torch.zeros_like(errors.kept.messages) if saved_errors is None else saved_errors[number])
@@ -157,7 +169,6 @@ def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, An
 
 
 def _check_own(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
-    """Check that a state dict of a ZeroOptimizer is of these ranks and slices, and of this rank."""
     check_header(optimizer, own)
     rank, world_size = optimizer.communicator.rank, optimizer.communicator.world_size
     if (own["rank"], own["world_size"]) != (rank, world_size):
@@ -175,7 +186,6 @@ def _check_own(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
 
 
 def _own_state(row: dict[str, Any], part: Part) -> dict[str, Any]:
-    """Find the saved state of one part in a state dict of a ZeroOptimizer."""
     saved: list[dict[str, Any]] = row.get("pieces", [])
     if any("replica" in entry for entry in saved) and not part.is_ahead:
         raise ValueError(
@@ -193,7 +203,6 @@ def _own_state(row: dict[str, Any], part: Part) -> dict[str, Any]:
 
 
 def _whole_state(row: dict[str, Any], part: Part, param: Tensor) -> dict[str, Any]:
-    """Cut the state of one part out of the wrapped optimizer's own state of the whole parameter."""
     state = {}
     for name, value in row.items():
         if isinstance(value, Tensor) and value.shape == param.shape and (value.dim() > 0 or name != "step"):

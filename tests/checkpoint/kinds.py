@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_compressopt
-from hf_compressopt import load_state, save_state
+from hf_compressopt import ZeroOptimizer, load_state, save_state
 from hf_compressopt.checkpoint.portable import consolidate, import_state
 from tests.support.harness import run_ranks
 from tests.support.made_once import made_once
+from tests.support.zero_runs import INT4, Lion
 
-SHAPES = [(5, 7), (11,), (0, 4), ()]
 #: Options of a param group whose loaded values are compared.
 GROUP_OPTIONS = ("lr", "betas", "eps", "weight_decay", "exp_avg_mask")
 
@@ -32,6 +32,7 @@ class Kind(NamedTuple):
     dtype: torch.dtype = torch.float32
     own_group: bool = False
     loads_on: tuple[int, ...] = (1, 2)
+    shapes: tuple[tuple[int, ...], ...] = ((5, 7), (11,), (0, 4), ())
 
 
 ONEBIT = {"freeze_step": 2, "bucket_cap_mb": 0.0001, "scale_block": 16}
@@ -69,6 +70,28 @@ KINDS: dict[str, Kind] = {
     "lamb_1": Kind("Lamb", {}, 1, 2),
     "imported_torch_file": Kind("AdamW", {}, 1, 2),
 }
+SCALED = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}
+LARGE = ((37, 19), (11,), (0, 4), (), (19, 7))
+#: More that a run resumes from, by more ranks.
+RESUMED = {
+    "onebit_adam_start_2": Kind("OnebitAdam", ONEBIT, 2, 0),
+    "onebit_adam_switching_2": Kind("OnebitAdam", ONEBIT, 2, 2),
+    "onebit_adam_compact_switching_2": Kind("OnebitAdam", COMPACT, 2, 2),
+    "onebit_adam_compact_3": Kind("OnebitAdam", COMPACT, 3, 4),
+    "onebit_adam_compact_warmup_3": Kind("OnebitAdam", COMPACT, 3, 1),
+    "zero2_adamw_3": Kind("AdamW", {"stage": 2, "reduce_bucket_size": 500}, 3, 3),
+    "zero1_lion_3": Kind("Lion", {"stage": 1}, 3, 3),
+    "zero2_lamb_3": Kind("Lamb", {"stage": 2, "reduce_bucket_size": 700, "round_robin_gradients": True}, 3, 3),
+    "zero2_sgd_bf16_3": Kind("SGD", {"stage": 2, "momentum": 0.9, "reduce_bucket_size": 700}, 3, 3, BF16),
+    "zero2_nadam_scaled_3": Kind("NAdam", {"stage": 2, **SCALED}, 3, 3, torch.float16),
+    "zero2_state_bf16_3": Kind("AdamW", {"stage": 2, "state_dtype": "bf16"}, 3, 3),
+    "zero2_int4_3": Kind("AdamW", {"stage": 2, **INT4, "reduce_bucket_size": 600}, 3, 3),
+    "zero2_int4_scaled_3": Kind("SGD", {"stage": 2, **INT4, **SCALED, "reduce_bucket_size": 900}, 3, 3, BF16),
+    "zero1_int8_3": Kind("AdamW", {"stage": 1, "grad_compression": "int8"}, 3, 3),
+    "zero2_lamb_int8_3": Kind("Lamb", {"stage": 2, "param_compression": "int8"}, 3, 3, torch.float16),
+    "zero2_nodes_4": Kind("AdamW", {"stage": 2, **INT4, "node_size": 2, "reduce_bucket_size": 600}, 4, 3),
+}
+RESUMED = {name: kind._replace(shapes=LARGE) for name, kind in RESUMED.items()}
 
 
 def make(kind: Kind) -> tuple[list[nn.Parameter], Any]:
@@ -76,16 +99,16 @@ def make(kind: Kind) -> tuple[list[nn.Parameter], Any]:
     generator = torch.Generator().manual_seed(0)
     named = [
         (f"layer.{i}", nn.Parameter(torch.randn(shape, generator=generator).to(kind.dtype)))
-        for i, shape in enumerate(SHAPES)
+        for i, shape in enumerate(kind.shapes)
     ]
     groups: list[dict[str, Any]] = [
         {"params": named[:1]},
         {"params": named[1:-1], "weight_decay": 0.1},
         {"params": named[-1:]},
     ]
-    cls = getattr(hf_compressopt, kind.optimizer, None) or getattr(torch.optim, kind.optimizer)
+    cls = getattr(hf_compressopt, kind.optimizer, None) or getattr(torch.optim, kind.optimizer, Lion)
     if kind.optimizer.startswith(("Onebit", "ZeroOne")):
-        groups[0]["exp_avg_mask"] = (torch.arange(7) < 5).float()
+        groups[0]["exp_avg_mask"] = (torch.arange(kind.shapes[0][-1]) < 5).float()
         groups[2]["non_freeze"] = True
     if kind.own_group:
         singles = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
@@ -96,18 +119,25 @@ def make(kind: Kind) -> tuple[list[nn.Parameter], Any]:
     return params, cls(groups, lr=0.01, **kind.options)
 
 
-def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: int) -> None:
-    for step in range(steps):
-        local = hasattr(optimizer, "plan") and not optimizer.plan.reduce_grads
+def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
+    """Steps with another lr each, and gradients that differ where the optimizer averages them; one comes at times."""
+    for step in steps:
+        local = isinstance(optimizer, ZeroOptimizer) or (hasattr(optimizer, "plan") and not optimizer.plan.reduce_grads)
         generator = torch.Generator().manual_seed(1000 * (rank + 1) * local + step)
-        for param in params:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (step + 1)
+        for number, param in enumerate(params):
             param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            if number == 1 and step % 3 == 1:
+                param.grad = None
         optimizer.step()
 
 
 def observe(params: list[nn.Parameter], optimizer: Any) -> dict[str, str]:
     """A digest of everything that this rank holds, by the names of the state dict, and of the parameters."""
     packed = optimizer.state_dict()
+    if packed.get("compressopt", {}).get("rank"):
+        del packed["compressopt"]["bytes_sent"]  # a checkpoint has rank 0's
     groups = [{key: group[key] for key in GROUP_OPTIONS if key in group} for group in packed["param_groups"]]
     found: dict[str, list[str]] = {}
     for name, value in _leaves({**packed, "param_groups": groups, "params": [p.detach() for p in params]}):
@@ -143,7 +173,7 @@ def save_all(rank: int, world_size: int, folder: str) -> None:
         if kind.ranks != world_size:
             continue
         params, optimizer = make(kind)
-        train(rank, world_size, params, optimizer, kind.steps)
+        train(rank, world_size, params, optimizer, range(kind.steps))
         if name == "imported_torch_file":
             files = Path(folder, "files")
             files.mkdir()

@@ -1,8 +1,11 @@
-"""Saves in the background: the state of the call, whatever the training does meanwhile; failures that nobody loses."""
+"""Saves in the background: the state of the call, failures that nobody loses, and the end of the process."""
 
 import json
 import os
 import resource
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -12,18 +15,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import nn
 
-from hf_compressopt import ZeroOneAdam, ZeroOptimizer, async_save_state, load_state, save_state, wait_for_saves
+from hf_compressopt import async_save_state, load_state, save_state, wait_for_saves
 from hf_compressopt.checkpoint.io import _BACKGROUNDS
 from hf_compressopt.checkpoint.save import HostCopy
-from tests.checkpoint.test_checkpoint import make, train
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+from hf_compressopt.format.inspect import collect
+from tests.checkpoint.kinds import KINDS, train
+from tests.checkpoint.kinds import make as make_kind
+from tests.checkpoint.test_checkpoint import make
+from tests.support.harness import on_ranks, run_ranks, run_ranks_expecting_error
 
-OPTIMIZERS = ("OnebitAdam", "ZeroOneAdam", "ZeroOptimizer", "AdamW")
+OPTIMIZERS = {
+    "OnebitAdam": KINDS["onebit_adam_compressed_2"],
+    "ZeroOneAdam": KINDS["zero_one_adam_local_2"],
+    "ZeroOptimizer": KINDS["zero1_adamw_2"],
+    "AdamW": KINDS["adamw_2"],
+}
 
 
 class Gate(threading.Event):
@@ -52,30 +61,6 @@ def held_back() -> Iterator[Gate]:
         os.posix_fallocate = allocate
 
 
-def made(name: str, world_size: int) -> tuple[list[nn.Parameter], Any]:
-    if name == "OnebitAdam":
-        return make(world_size)
-    torch.manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape)) for shape in [(30, 7), (11,), (5, 3, 2), (1,)]]
-    if name == "ZeroOneAdam":
-        options: dict[str, Any] = {"var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 4}
-        return params, ZeroOneAdam(params, lr=1e-2, var_freeze_step=3, bucket_cap_mb=0.0003, scale_block=16, **options)
-    if name == "AdamW":
-        return params, torch.optim.AdamW(params, lr=1e-2)
-    return params, ZeroOptimizer(params, torch.optim.AdamW, stage=1, lr=1e-2, bucket_cap_mb=0.0003)
-
-
-def step(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
-    if hasattr(optimizer, "plan"):
-        return train(rank, world_size, params, optimizer, steps)
-    for number in steps:
-        generator = torch.Generator().manual_seed(number)
-        torch.stack([(p * torch.randn(p.shape, generator=generator)).sum() for p in params]).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return None
-
-
 def contents(folder: Path) -> tuple[dict[str, Any], list[Any]]:
     """A checkpoint without what differs between two saves of the same."""
     index = json.loads((folder / "compressopt.index.json").read_text())
@@ -86,18 +71,18 @@ def contents(folder: Path) -> tuple[dict[str, Any], list[Any]]:
 
 
 def save_both_ways(rank: int, world_size: int, name: str, directory: str) -> None:
-    params, optimizer = made(name, world_size)
+    params, optimizer = make_kind(OPTIMIZERS[name])
     folder = Path(directory)
     for number in range(2):  # the second time in memory that the first one had
         with held_back() as gate:
-            step(rank, world_size, params, optimizer, range(5 * number, 5 * number + 3))
+            train(rank, world_size, params, optimizer, range(5 * number, 5 * number + 3))
             gate.set()
             save_state(optimizer, folder / f"now{number}")
             gate.clear()
             pending = async_save_state(optimizer, folder / f"later{number}")
             if rank == 0:
                 gate.set()  # it waits for the other in the background while both train
-            step(rank, world_size, params, optimizer, range(5 * number + 3, 5 * number + 5))
+            train(rank, world_size, params, optimizer, range(5 * number + 3, 5 * number + 5))
             assert not pending.done() and not (folder / f"later{number}" / "compressopt.index.json").exists()
             gate.set()
             pending.result()
@@ -204,7 +189,8 @@ def test_a_folder_that_cannot_be_is_told_at_once_on_all_ranks(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def save_without_memory(rank: int, world_size: int, directory: str) -> None:
+@on_ranks(2)
+def test_a_rank_without_memory_for_its_copy_is_heard_of_on_all(rank: int, world_size: int, tmp_path: Path) -> None:
     """Rank 1 has none for its copy: all hear of it at the end, and of the earlier checkpoint nothing is lost."""
 
     def take(*_: Any) -> Any:
@@ -212,24 +198,20 @@ def save_without_memory(rank: int, world_size: int, directory: str) -> None:
 
     params, optimizer = make(world_size)
     train(rank, world_size, params, optimizer, range(3))
-    save_state(optimizer, directory)
+    save_state(optimizer, tmp_path)
     take_copy = HostCopy.take
     if rank == 1:
         HostCopy.take = take  # type: ignore[method-assign]
     try:
-        pending = async_save_state(optimizer, directory)
+        pending = async_save_state(optimizer, tmp_path)
         train(rank, world_size, params, optimizer, range(3, 5))  # nobody waits for anybody
         with pytest.raises(MemoryError if rank == 1 else OSError, match="no room for a copy"):
             pending.result()
     finally:
         HostCopy.take = take_copy  # type: ignore[method-assign]
-    load_state(optimizer, directory)
+    load_state(optimizer, tmp_path)
     assert optimizer.metrics()["step"] == 3
-    async_save_state(optimizer, directory).result()
-
-
-def test_a_rank_without_memory_for_its_copy_is_heard_of_on_all(tmp_path: Path) -> None:
-    run_ranks(2, save_without_memory, str(tmp_path))
+    async_save_state(optimizer, tmp_path).result()
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -269,11 +251,63 @@ def test_a_save_in_an_exit_handler_that_can_start_no_thread_is_done_at_once(
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    params, optimizer = made("AdamW", 1)
-    step(0, 1, params, optimizer, range(2))
+    params, optimizer = make_kind(OPTIMIZERS["AdamW"])
+    train(0, 1, params, optimizer, range(2))
     monkeypatch.setattr(threading.Thread, "start", start)
     assert async_save_state(optimizer, tmp_path).done()
-    load_state(made("AdamW", 1)[1], tmp_path)
+    load_state(make_kind(OPTIMIZERS["AdamW"])[1], tmp_path)
     with no_room(), pytest.raises(OSError, match="File too large"):
         async_save_state(optimizer, tmp_path / "other")
     wait_for_saves()  # it was told
+
+
+# -- saves that are under way, or begin, when a process of several ranks ends -----------------------------------------
+
+
+SCRIPT = textwrap.dedent(
+    """
+    import atexit, os, sys, time
+    import torch, torch.distributed as dist
+    from torch import nn
+    from hf_compressopt import OnebitAdam, async_save_state, save_state
+
+    ending, folder = sys.argv[1:]
+    dist.init_process_group("gloo")
+    params = [nn.Parameter(torch.ones(40))]
+    optimizer = OnebitAdam(params, lr=1e-2, freeze_step=2)
+    optimizer.step(lambda: params[0].square().sum().backward())
+
+    allocate = os.posix_fallocate
+
+    def allocate_late(*args):  # a shard takes longer than the rest of the program
+        time.sleep(1.0)
+        allocate(*args)
+
+    os.posix_fallocate = allocate_late
+    if ending == "exit handler that saves":
+        atexit.register(save_state, optimizer, folder)
+    elif ending == "exit handler that saves in the background":
+        atexit.register(async_save_state, optimizer, folder)
+    else:
+        async_save_state(optimizer, folder)
+    if ending == "error":
+        raise ValueError("the training has failed")
+    """
+)
+
+
+@pytest.mark.parametrize(
+    "ending", ["last act", "error", "exit handler that saves", "exit handler that saves in the background"]
+)
+def test_the_end_of_the_process_waits_for_a_save(ending: str, tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "checkpoint"
+    script.write_text(SCRIPT)
+    launcher = "--standalone --nproc_per_node=2 --max-restarts=0".split()
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(script), ending, str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    (facts,) = collect(folder, verify=True)
+    assert not facts["problems"] and facts["step"] == 1 and facts["ranks"] == 2, done.stderr
+    assert not list(folder.glob("*.tmp"))
+    assert (done.returncode == 0) == (ending != "error"), done.stderr
+    assert "RuntimeError" not in done.stderr

@@ -8,102 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
-import hf_compressopt
 from hf_compressopt import OnebitAdam, load_state, save_state
 from hf_compressopt.checkpoint.load import _Reading
 from hf_compressopt.format.index import sealed
+from tests.checkpoint import kinds
+from tests.checkpoint.kinds import Kind, observe, train
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 SHAPES = [(30, 7), (11,), (0, 4), (5, 3, 2), (1,)]
-FREEZE, STEPS = 3, 8
-RESUMED_AT = (2, FREEZE, 6)
 
 
-def make(world_size: int, shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> tuple[list[nn.Parameter], Any]:
-    torch.manual_seed(0)
-    optimizer_class = getattr(hf_compressopt, options.pop("optimizer", "OnebitAdam"))
-    named = [(f"layer.{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
-    mask = (torch.arange(7) < 5).float()
-    groups = [
-        {"params": named[:1], "exp_avg_mask": mask},
-        {"params": named[1:-1], "weight_decay": 0.1},
-        {"params": named[-1:], "non_freeze": True},
-    ]
-    settings = {"lr": 1e-2, "freeze_step": FREEZE, "bucket_cap_mb": 0.0003, "scale_block": 16, **options}
-    return [p for _, p in named], optimizer_class(groups, **settings)
-
-
-def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 * rank + step)
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 / (step + 1)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator)
-            if optimizer.plan.reduce_grads:
-                p.grad.mul_(1 / world_size)
-                dist.all_reduce(p.grad)
-        optimizer.step()
-
-
-def everything(params: list[nn.Parameter], optimizer: Any) -> list[Tensor]:
-    own = optimizer.state_dict()["compressopt"]
-    moments = [optimizer.state[p][key] for p in params for key in ("exp_avg", "exp_avg_sq", "step")]
-    return [t.detach().clone() for t in [*params, *moments, *own["worker_error"], *own["server_error"]]]
-
-
-def save_and_go_on(rank: int, world_size: int, directory: str, state: str) -> list[Tensor]:
-    params, optimizer = make(world_size, state=state)
-    for step in range(STEPS):
-        if step in RESUMED_AT:
-            save_state(optimizer, f"{directory}/{step}")
-            torch.save([p.detach() for p in params], f"{directory}/{step}/params-{rank}.pt")
-        train(rank, world_size, params, optimizer, range(step, step + 1))
-    return everything(params, optimizer)
-
-
-def resume_each(rank: int, world_size: int, directory: str, state: str) -> list[list[Tensor]]:
-    return [resume(rank, world_size, f"{directory}/{at}", at, state) for at in RESUMED_AT]
-
-
-def resume(rank: int, world_size: int, directory: str, at: int, state: str) -> list[Tensor]:
-    params, optimizer = make(world_size, state=state)
-    optimizer.param_groups[0].pop("exp_avg_mask")  # the mask comes back with the checkpoint
-    load_state(optimizer, directory)
-    assert optimizer.param_groups[0]["lr"] == 1e-2 / at
-    save_state(optimizer, directory + "-again")  # right after the load
-    load_state(optimizer, directory + "-again")
-    with torch.no_grad():
-        for p, saved in zip(params, torch.load(f"{directory}/params-{rank}.pt"), strict=True):
-            p.copy_(saved)
-    train(rank, world_size, params, optimizer, range(at, STEPS))
-    return everything(params, optimizer)
-
-
-@pytest.mark.invariant(21)
-@pytest.mark.invariant(23)
-@pytest.mark.invariant(31)
-@pytest.mark.parametrize(
-    ("state", "world_size"),
-    [
-        *((state, ranks) for state in ("float32", "compact") for ranks in (1, 2)),
-        ("compact", 3),
-        *(pytest.param("float32", ranks, marks=pytest.mark.full) for ranks in (3, 4)),
-    ],
-)
-def test_resume_is_the_uninterrupted_run(state: str, world_size: int, tmp_path: Path) -> None:
-    whole = run_ranks(world_size, save_and_go_on, str(tmp_path), state)
-    resumed = run_ranks(world_size, resume_each, str(tmp_path), state)
-    for before, found in zip(whole, resumed, strict=True):
-        for at, after in zip(RESUMED_AT, found, strict=True):
-            assert len(before) == len(after)
-            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), f"resumed at step {at}"
-    if world_size > 1:
-        assert any(error.any() for error in whole[0][-2:]), "no error feedback was at work"
+def make(
+    world_size: int, shapes: list[tuple[int, ...]] = SHAPES, optimizer: str = "OnebitAdam", **options: Any
+) -> tuple[list[nn.Parameter], Any]:
+    options = {"freeze_step": 3, "bucket_cap_mb": 0.0003, "scale_block": 16, **options}
+    return kinds.make(Kind(optimizer, options, world_size, 0, shapes=tuple(shapes)))
 
 
 def save_two_runs(rank: int, world_size: int, directory: str) -> None:
@@ -153,13 +75,11 @@ def load_and_compare(rank: int, world_size: int, directory: str, options: dict[s
     """Load into an optimizer that has state; whatever happens, it must be unchanged after an error."""
     params, optimizer = make(world_size, **options)
     train(rank, world_size, params, optimizer, range(5))
-    before, step = everything(params, optimizer), optimizer.metrics()["step"]
+    before = observe(params, optimizer)
     try:
         load_state(optimizer, directory)
     finally:
-        after = everything(params, optimizer)
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the state was changed"
-        assert optimizer.metrics()["step"] == step
+        assert observe(params, optimizer) == before, "the state was changed"
 
 
 Damage = Callable[[Path], str]

@@ -19,8 +19,8 @@ from hf_compressopt.format.shards import ShardFile
 from tests.checkpoint.kinds import KINDS, load_in_form, observe, written
 from tests.checkpoint.test_checkpoint import in_index
 from tests.checkpoint.test_resharding import contents, stored
-from tests.optim.test_compact_state import SHAPES, go_on, make
-from tests.support.harness import run_ranks
+from tests.support.family import SHAPES, go_on, make
+from tests.support.harness import on_ranks, run_ranks
 
 NAMES = {"OnebitAdam": {}, "OnebitLamb": {}, "ZeroOneAdam": {"var_freeze_step": 3, "local_step_clipper": 1}}
 STOP = 5
@@ -135,7 +135,8 @@ def test_files_hold_what_memory_holds(world_size: int, tmp_path: Path) -> None:
         assert decoded.keys() == values.keys() and all(torch.equal(decoded[key], values[key]) for key in values)
 
 
-def own_group_of_all(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_param_groups_with_a_process_group_of_their_own(rank: int, world_size: int, tmp_path: Path) -> None:
     """A param group with a process group of its own that has several ranks."""
 
     def new(state: str, stop: int) -> tuple[list[nn.Parameter], Any]:
@@ -151,11 +152,11 @@ def own_group_of_all(rank: int, world_size: int, folder: str) -> None:
 
     whole = dist.new_group(list(range(world_size)))
     params, optimizer = new("compact", 4)
-    hf_compressopt.save_state(optimizer, folder)
+    hf_compressopt.save_state(optimizer, tmp_path)
     other_params, other = new("compact", 0)
     _, wide = new("float32", 0)
     for loaded in (other, wide):
-        hf_compressopt.load_state(loaded, folder)
+        hf_compressopt.load_state(loaded, tmp_path)
     assert len(other._states[1].moments.last) == 1 and not wide._states[1].moments.last
     for first, second in zip(optimizer._states, wide._states, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(first.errors.values(), second.errors.values(), strict=True))
@@ -168,11 +169,7 @@ def own_group_of_all(rank: int, world_size: int, folder: str) -> None:
         go_on(rank, *pair, range(4, 6))
     assert all(torch.equal(p, q) for p, q in zip(params, other_params, strict=True))
     with pytest.raises(CheckpointError, match="process_group of its own"):
-        hf_compressopt.load_state(torch.optim.AdamW(params), folder)
-
-
-def test_param_groups_with_a_process_group_of_their_own(tmp_path: Path) -> None:
-    run_ranks(2, own_group_of_all, str(tmp_path))
+        hf_compressopt.load_state(torch.optim.AdamW(params), tmp_path)
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------
@@ -240,21 +237,6 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-def load_damaged(rank: int, world_size: int, folder: str) -> None:
-    name = "onebit_adam_compact_2"
-    for form in ("compact", "float32"):
-        params, optimizer = load_in_form(form, KINDS[name], f"{folder}/{name}")
-        before = observe(params, optimizer)
-        for case, (_, text) in DAMAGED.items():
-            with pytest.raises(CheckpointError) as caught:
-                hf_compressopt.load_state(optimizer, f"{folder}/{case}")
-                raise AssertionError(case)
-            told = str(caught.value)
-            assert re.search(text, told) or "another rank" in told, f"{case}: {told}"
-            assert folder in told and "half loaded" not in told, f"{case}: {told}"
-            assert observe(params, optimizer) == before, case
-
-
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("damaged")
@@ -264,9 +246,21 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_damage_is_found_before_anything_changes(ranks: int, damaged: Path) -> None:
-    run_ranks(ranks, load_damaged, str(damaged))
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_damage_is_found_before_anything_changes(rank: int, world_size: int, damaged: Path) -> None:
+    name = "onebit_adam_compact_2"
+    for form in ("compact", "float32"):
+        params, optimizer = load_in_form(form, KINDS[name], f"{damaged}/{name}")
+        before = observe(params, optimizer)
+        for case, (_, text) in DAMAGED.items():
+            with pytest.raises(CheckpointError) as caught:
+                hf_compressopt.load_state(optimizer, damaged / case)
+                raise AssertionError(case)
+            told = str(caught.value)
+            assert re.search(text, told) or "another rank" in told, f"{case}: {told}"
+            assert str(damaged) in told and "half loaded" not in told, f"{case}: {told}"
+            assert observe(params, optimizer) == before, case
 
 
 def test_a_consolidated_file_needs_whole_moments(damaged: Path) -> None:

@@ -28,7 +28,8 @@ import torch.distributed as dist
 from hf_compressopt import async_save_state, load_state, save_state
 from hf_compressopt.checkpoint.compressed import room_for_messages
 from hf_compressopt.format.index import CheckpointError
-from tests.checkpoint.test_checkpoint import make, train
+from tests.checkpoint.kinds import train
+from tests.checkpoint.test_checkpoint import make
 from tests.checkpoint.test_resharding import stored
 from tests.support.forking import forked
 from tests.support.harness import run_ranks

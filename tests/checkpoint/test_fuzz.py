@@ -108,7 +108,7 @@ def optimizers() -> Callable[[str], tuple[list[torch.nn.Parameter], Any, dict[st
     def get(name: str, again: bool = False) -> tuple[list[torch.nn.Parameter], Any, dict[str, str]]:
         if again or name not in made:
             params, optimizer = make(KINDS[name])
-            train(0, 1, params, optimizer, 1)
+            train(0, 1, params, optimizer, range(1))
             made[name] = params, optimizer, observe(params, optimizer)
         return made[name]
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, ZeroOptimizer, load_state, save_state
 from hf_compressopt.format.index import CheckpointError, sealed
-from tests.support.harness import run_ranks
+from tests.support.family import assign
+from tests.support.harness import on_ranks
 from tests.support.trainer_runs import use_accelerate
 
 SHAPES = [(37, 19), (61,), (), (0, 3), (5, 5)]
@@ -44,30 +45,29 @@ def train(params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-def cross_over(rank: int, world_size: int, folder: str, name: str, first_is_zero: bool) -> list[bool]:
-    """Three steps of one, a save, a load by the other, three steps of both: is every bit of every parameter alike?"""
-    params, optimizer = make(name, first_is_zero)
-    train(params, optimizer, range(3))
-    for group in optimizer.param_groups:
-        group["lr"] *= 0.5
-    save_state(optimizer, folder)
-    others, other = make(name, not first_is_zero)
-    with torch.no_grad():
-        for p, q in zip(params, others, strict=True):
-            q.copy_(p)
-    load_state(other, folder)
-    assert [group["lr"] for group in other.param_groups] == [0.005, 0.01]
-    for made, its in ((optimizer, params), (other, others)):
-        train(its, made, range(3, 6))
-    return [torch.equal(p, q) for p, q in zip(params, others, strict=True)]
-
-
 @pytest.mark.invariant(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_next_steps_agree_after_crossing_over_either_way(name: str, tmp_path: Path) -> None:
-    for first_is_zero in (True, False):
-        for result in run_ranks(2, cross_over, str(tmp_path / str(first_is_zero)), name, first_is_zero):
-            assert result == [True] * len(SHAPES), first_is_zero
+@on_ranks(2)
+def test_the_next_steps_agree_after_crossing_over_either_way(
+    rank: int, world_size: int, name: str, tmp_path: Path
+) -> None:
+    """Three steps of one, then of both, bit for bit; in between ZeRO takes a checkpoint, or a state dict, or gives."""
+    for number, (first_is_zero, in_files) in enumerate(((True, True), (False, True), (False, False))):
+        params, optimizer = make(name, first_is_zero)
+        train(params, optimizer, range(3))
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        others, other = make(name, not first_is_zero)
+        assign(others, params)
+        if in_files:
+            save_state(optimizer, tmp_path / str(number))
+            load_state(other, tmp_path / str(number))
+        else:
+            other.load_state_dict(optimizer.state_dict())
+        assert [group["lr"] for group in other.param_groups] == [0.005, 0.01]
+        for made, its in ((optimizer, params), (other, others)):
+            train(its, made, range(3, 6))
+        assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True)), number
 
 
 OUT_OF_RANGE = [
@@ -110,19 +110,16 @@ def test_what_a_plain_optimizer_cannot_be_is_refused_and_changes_nothing(tmp_pat
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def save_wrapped(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(1)
+def test_accelerates_wrapper_is_looked_into(rank: int, world_size: int, tmp_path: Path) -> None:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
 
     use_accelerate(rank, world_size)
     Accelerator(cpu=True)
     optimizer = AcceleratedOptimizer(OnebitAdam([nn.Parameter(torch.ones(3))]))
-    save_state(optimizer, folder)
-    load_state(optimizer, folder)
-
-
-def test_accelerates_wrapper_is_looked_into(tmp_path: Path) -> None:
-    run_ranks(1, save_wrapped, str(tmp_path))
+    save_state(optimizer, tmp_path)
+    load_state(optimizer, tmp_path)
     assert json.loads((tmp_path / "compressopt.index.json").read_text())["header"]["optimizer"] == "OnebitAdam"
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_compressopt import FusedAdam, OnebitAdam, ZeroOneAdam, ZeroOptimizer, cli, load_state, save_state
+from tests.support.family import assign
 from tests.support.harness import run_ranks
 from tests.support.launching import environment
 
@@ -123,9 +124,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
 
 def fresh_adamw(file: Path, values: list[Tensor]) -> tuple[list[nn.Parameter], torch.optim.AdamW]:
     params, optimizer = make("AdamW", {})
-    with torch.no_grad():
-        for p, value in zip(params, values, strict=True):
-            p.copy_(value)
+    assign(params, values)
     optimizer.load_state_dict(torch.load(file, weights_only=True, mmap=True))
     return params, optimizer
 
@@ -291,8 +290,7 @@ def go_on_compressed(rank: int, world_size: int, folder: str) -> None:
             for way in ("AdamW", "zero2", "imported", "adam.pt"):
                 params, optimizer = make(name, {**options, option: 3 if early else 5})
                 train(rank, params, optimizer, range(1))  # what it has of its own must go
-                for p, value in zip(params, torch.load(f"{folder}/params.pt"), strict=True):
-                    p.data.copy_(value)
+                assign(params, torch.load(f"{folder}/params.pt"))
                 if way == "adam.pt":
                     optimizer.load_state_dict(torch.load(f"{folder}/adam.pt", weights_only=True))
                 else:
@@ -307,8 +305,7 @@ def go_on_compressed(rank: int, world_size: int, folder: str) -> None:
                 train(rank, params, optimizer, range(3, 4))
                 if name == "OnebitAdam" and not early:
                     others, plain = make("AdamW", {})
-                    for p, value in zip(others, torch.load(f"{folder}/params.pt"), strict=True):
-                        p.data.copy_(value)
+                    assign(others, torch.load(f"{folder}/params.pt"))
                     plain.load_state_dict(torch.load(f"{folder}/adam.pt", weights_only=True))
                     train(rank, others, plain, range(3, 4))
                     assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True))

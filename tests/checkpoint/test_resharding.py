@@ -1,7 +1,9 @@
-"""Checkpoints saved by N ranks and loaded by M: what stays exact, what is averaged, and that training goes on."""
+"""Checkpoints saved by N ranks and loaded by M: what stays exact, what is averaged, the memory; training goes on."""
 
 import json
+import multiprocessing
 import re
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,11 @@ from torch import Tensor, nn
 import hf_compressopt
 from hf_compressopt import OnebitAdam, ZeroOptimizer, load_state, save_state
 from tests.oracles.stored import in_float32
+from tests.support.family import assign
+from tests.support.forking import forked
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.made_once import made_once
+from tests.support.memory import MIB, peak_beyond
 
 SHAPES = [(15, 7), (11,), (0, 4), (5, 3, 2), (1,), (40,)]
 SAVED_AT, STEPS = 13, 24
@@ -81,12 +86,6 @@ def whole(optimizer: Any, params: list[nn.Parameter]) -> list[Tensor]:
     return [p.detach().clone() for p in params]
 
 
-def set_parameters(params: list[nn.Parameter], values: list[Tensor]) -> None:
-    with torch.no_grad():
-        for p, value in zip(params, values, strict=True):
-            p.copy_(value)
-
-
 def save_each(rank: int, world_size: int, folder: str) -> dict[str, tuple[float, float]]:
     """Train, save, and go on: the loss at the save and at the end, by optimizer."""
     losses = {}
@@ -98,9 +97,9 @@ def save_each(rank: int, world_size: int, folder: str) -> dict[str, tuple[float,
         if rank == 0:
             torch.save(weights, f"{folder}/{name}-{world_size}.pt")
         train(rank, world_size, params, optimizer, range(SAVED_AT, STEPS))
-        set_parameters(params, whole(optimizer, params))
+        assign(params, whole(optimizer, params))
         before, _ = make(name)
-        set_parameters(before, weights)
+        assign(before, weights)
         losses[name] = loss_of(before), loss_of(params)
     return losses
 
@@ -111,12 +110,12 @@ def load_each(rank: int, world_size: int, most: int, folder: str) -> dict[tuple[
     for name in OPTIMIZERS:
         for saved_by in range(1, most + 1):
             params, optimizer = make(name)
-            set_parameters(params, torch.load(f"{folder}/{name}-{saved_by}.pt"))
+            assign(params, torch.load(f"{folder}/{name}-{saved_by}.pt"))
             load_state(optimizer, f"{folder}/{name}-{saved_by}")
             save_state(optimizer, f"{folder}/{name}-{saved_by}-{world_size}")
             if (saved_by, world_size) in GOING_ON:
                 train(rank, world_size, params, optimizer, range(SAVED_AT, STEPS))
-                set_parameters(params, whole(optimizer, params))
+                assign(params, whole(optimizer, params))
                 losses[name, saved_by] = loss_of(params)
     return losses
 
@@ -400,3 +399,64 @@ def test_the_stage_is_that_of_the_checkpoints_schedule(tmp_path: Path) -> None:
     run_ranks(2, save_found, str(tmp_path / "found"))
     for world_size in (2, 3):
         run_ranks(world_size, load_found, str(tmp_path / "found"))
+
+
+# -- memory: a rank grows by the share that it reads, and little more -------------------------------------------------
+
+
+SIDE, COUNT = 1024, 30  # 30 parameters of 4 MiB: with Adam's two moments a checkpoint of 240 MiB
+
+
+def sharded() -> Any:
+    from hf_compressopt import ZeroOptimizer
+
+    params = [nn.Parameter(torch.zeros(SIDE, SIDE)) for _ in range(COUNT)]
+    optimizer = ZeroOptimizer(params, torch.optim.AdamW, stage=1, lr=1e-3)
+    sum(p.sum() for p in params).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def save(rank: int, world_size: int, directory: str) -> int:
+    from hf_compressopt import save_state
+
+    save_state(sharded(), directory)
+    return sum(path.stat().st_size for path in Path(directory).glob("*.safetensors"))
+
+
+def load(connection: Any, rank: int, store: str, directory: str) -> None:
+    """In a fresh process: bytes of this rank's share, and by how many MiB it grew at most."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    from hf_compressopt import load_state
+
+    optimizer = sharded()
+    states = (bucket.state_of(piece) for bucket, piece in optimizer.partition.parts())
+    held = sum(t.numel() * t.element_size() for state in states for key, t in state.items() if key != "step")
+    connection.send((held, peak_beyond(lambda: load_state(optimizer, directory))))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from Linux's /proc")
+def test_a_load_grows_by_the_ranks_own_share_and_64_mb_at_most(tmp_path: Path) -> None:
+    written = run_ranks(4, save, str(tmp_path / "checkpoint"), timeout=240)[0]
+    assert written > COUNT * SIDE**2 * 8
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
+    paths = (str(tmp_path / "store"), str(tmp_path / "checkpoint"))
+    processes = [forked(load, pipes[rank][1], rank, *paths) for rank in range(2)]
+    try:
+        for ours, _ in pipes:
+            assert ours.poll(240), "a rank gave no answer"
+            held, grown = ours.recv()
+            assert abs(held - written / 2) < 8 * MIB, "the share is not a half"
+            assert grown <= held / MIB + 64, f"grew by {grown:.0f} MiB for a share of {held / MIB:.0f}"
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+            process.join()

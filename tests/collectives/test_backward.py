@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_compressopt import OnebitAdam, ZeroOptimizer
 from hf_compressopt.collectives.backward import Order
-from tests.support.harness import run_ranks
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from tests.support.harness import on_ranks, same_on_all_ranks
 
 
 class Block(nn.Module):
@@ -35,7 +36,13 @@ def make_optimizers(blocks: nn.ModuleList) -> list[Any]:
     ]
 
 
-def train_in_any_order(rank: int, world_size: int, seed: int) -> list[list[float]]:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "seed", [0, 1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+)
+@on_ranks()
+def test_several_senders_and_graphs_of_any_order(rank: int, world_size: int, seed: int) -> None:
+    """Nobody waits for ever, and all ranks end with the same parameters."""
     torch.manual_seed(seed)
     blocks = nn.ModuleList(Block() for _ in range(3))
     optimizers = make_optimizers(blocks)
@@ -64,19 +71,7 @@ def train_in_any_order(rank: int, world_size: int, seed: int) -> list[list[float
                 backward()
         for optimizer in optimizers:
             optimizer.step()
-    found = torch.cat([p.detach().reshape(-1) for p in blocks.parameters()])
-    assert found.isfinite().all()
-    return found.tolist()
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize(
-    "seed", [0, 1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
-)
-def test_several_senders_and_graphs_of_any_order(world_size: int, seed: int) -> None:
-    """Nobody waits for ever, and all ranks end with the same parameters."""
-    first, *others = run_ranks(world_size, train_in_any_order, seed)
-    assert all(other == first for other in others)
+    assert same_on_all_ranks(blocks.parameters()) and all(p.isfinite().all() for p in blocks.parameters())
 
 
 def test_buckets_are_sent_in_order_and_the_rest_at_the_end() -> None:
@@ -96,9 +91,8 @@ def test_buckets_are_sent_in_order_and_the_rest_at_the_end() -> None:
     assert order.chosen([True, False, True]) == [0, 2]
 
 
-def agreed_order(rank: int, world_size: int) -> list[int]:
-    from hf_compressopt.collectives.torch_dist import TorchCommunicator
-
+@on_ranks(2)
+def test_the_order_is_that_of_rank_0(rank: int, world_size: int) -> None:
     order = Order([("a",), ("b",), ("c",)])
     for member in "ca" if rank == 0 else "bca":
         order.arrived(member)
@@ -106,8 +100,4 @@ def agreed_order(rank: int, world_size: int) -> list[int]:
     order.begin()
     order.agree(TorchCommunicator())
     order.add([("d",)])
-    return list(order.rest())
-
-
-def test_the_order_is_that_of_rank_0() -> None:
-    assert run_ranks(2, agreed_order) == [[2, 0, 1, 3]] * 2
+    assert list(order.rest()) == [2, 0, 1, 3]

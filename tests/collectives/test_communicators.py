@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.harness import run_ranks
+from hf_compressopt import OnebitAdam, ZeroOptimizer, attach_ddp
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from tests.support.harness import on_ranks
 
 NAME = "carrier"
 
 
 def make(**options: Any) -> tuple[nn.Parameter, Any]:
-    from hf_compressopt import OnebitAdam
-
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(77))
     return p, OnebitAdam([p], lr=1e-2, freeze_step=2, scale_block=16, **options)
@@ -33,7 +33,9 @@ def train(rank: int, world_size: int, p: nn.Parameter, optimizer: Any) -> torch.
     return p.detach().clone()
 
 
-def with_a_backend_of_another_name(rank: int, world_size: int) -> tuple[bool, str, float]:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks()
+def test_a_backend_that_registered_itself_works_by_its_name(rank: int, world_size: int) -> None:
     """A third party's backend, as torch.distributed knows it: gloo's transport behind a name of its own."""
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
@@ -45,43 +47,27 @@ def with_a_backend_of_another_name(rank: int, world_size: int) -> tuple[bool, st
     p, optimizer = make(process_group=group, communicator=NAME)
     by_name = train(rank, world_size, p, optimizer)
     q, reference = make()
-    same = torch.equal(by_name, train(rank, world_size, q, reference))
-    return same, optimizer.communicator.name, optimizer.metrics()["bytes_sent_step"]
+    assert torch.equal(by_name, train(rank, world_size, q, reference))
+    assert optimizer.communicator.name == NAME and optimizer.metrics()["bytes_sent_step"] > 0
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_backend_that_registered_itself_works_by_its_name(world_size: int) -> None:
-    for same, name, sent in run_ranks(world_size, with_a_backend_of_another_name):
-        assert same and name == NAME and sent > 0
-
-
-def refused(rank: int, world_size: int) -> list[str]:
-    messages = []
-    for options in (
-        {"communicator": "nccl"},
-        {"communicator": "smoke_signals"},
-        {"communicator": "gloo", "comm_backend_name": "gloo"},
-        {"communicator": "gloo", "cuda_aware": True},
+@on_ranks(2)
+def test_what_is_not_there_is_refused_with_what_is(rank: int, world_size: int) -> None:
+    for options, words in (
+        ({"communicator": "nccl"}, ["'nccl'", "'auto'", "'gloo'", "'mpi'"]),
+        ({"communicator": "smoke_signals"}, ["'smoke_signals'", "'auto'", "'gloo'", "'mpi'"]),
+        ({"communicator": "gloo", "comm_backend_name": "gloo"}, ["two spellings"]),
+        ({"communicator": "gloo", "cuda_aware": True}, ["cuda_aware must be False"]),
     ):
         with pytest.raises(ValueError) as error:
             make(**options)
-        messages.append(str(error.value))
-    return messages
+        assert all(word in str(error.value) for word in words), error.value
 
 
-def test_what_is_not_there_is_refused_with_what_is() -> None:
-    for nccl, unknown, twice, aware in run_ranks(2, refused):
-        for name, message in (("nccl", nccl), ("smoke_signals", unknown)):
-            assert repr(name) in message and "'auto'" in message and "'gloo'" in message and "'mpi'" in message
-        assert "two spellings" in twice and "cuda_aware must be False" in aware
-
-
-def by_alias(rank: int, world_size: int) -> list[str]:
-    return [make(comm_backend_name=name)[1].communicator.name for name in ("gloo", "auto", "compressed")]
-
-
-def test_deepspeeds_spelling_is_understood() -> None:
-    assert run_ranks(2, by_alias) == [["gloo"] * 3] * 2
+@on_ranks(2)
+def test_deepspeeds_spelling_is_understood(rank: int, world_size: int) -> None:
+    for name in ("gloo", "auto", "compressed"):
+        assert make(comm_backend_name=name)[1].communicator.name == "gloo"
 
 
 def test_several_ranks_without_torch_distributed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +99,6 @@ class Recording:
 
 def exchange(rank: int, world_size: int, unit: int) -> list[str]:
     """Rank i sends 3 j units to rank j, so none to rank 0, twice with other values under way."""
-    from hf_compressopt.collectives.torch_dist import TorchCommunicator
-
     communicator = TorchCommunicator()
     communicator.process_group = recording = Recording(dist.group.WORLD)  # type: ignore[arg-type, assignment]
     splits, handles = [3 * peer * unit for peer in range(world_size)], []
@@ -141,17 +125,18 @@ def exchange(rank: int, world_size: int, unit: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_gloo_receives_before_it_sends(world_size: int) -> None:
+@on_ranks()
+def test_gloo_receives_before_it_sends(rank: int, world_size: int) -> None:
     """So that messages travel in both directions at once: with gloo's own all-to-all they often take turns."""
-    for rank, calls in enumerate(run_ranks(world_size, exchange, 10_000)):
-        others = world_size - 1
-        to_all = ["recv"] * others * bool(rank) + ["send"] * (others - (rank > 0))
-        assert calls == (to_all + ["recv"] * others + ["send"] * others) * 2
-    for calls in run_ranks(world_size, exchange, 1):
-        assert calls == []  # gloo's own collectives carry small messages
+    others = world_size - 1
+    to_all = ["recv"] * others * bool(rank) + ["send"] * (others - (rank > 0))
+    assert exchange(rank, world_size, 10_000) == (to_all + ["recv"] * others + ["send"] * others) * 2
+    assert exchange(rank, world_size, 1) == []  # gloo's own collectives carry small messages
 
 
-def exchange_large_parts(rank: int, world_size: int) -> set[str]:
+@on_ranks(2)
+def test_a_send_does_not_occupy_the_calling_thread(rank: int, world_size: int) -> None:
+    """Also: the own part of a gather may lie in its place already."""
     from hf_compressopt.collectives.torch_dist import TorchCommunicator
 
     communicator = TorchCommunicator()
@@ -165,13 +150,8 @@ def exchange_large_parts(rank: int, world_size: int) -> set[str]:
     communicator.all_to_all(received, sent, output_splits=splits, input_splits=splits).wait()
     for result in (received, gathered):
         assert result.view(world_size, numel)[:, ::1000].unique(dim=1).flatten().tolist() == [*range(world_size)]
-    return recording.threads
-
-
-def test_a_send_does_not_occupy_the_calling_thread() -> None:
-    """Also: the own part of a gather may lie in its place already."""
-    for threads in run_ranks(2, exchange_large_parts):
-        assert len(threads) == 1 and threading.main_thread().name not in threads
+    threads = recording.threads
+    assert len(threads) == 1 and threading.main_thread().name not in threads
 
 
 class LargestTensor(TorchDispatchMode):
@@ -186,7 +166,9 @@ class LargestTensor(TorchDispatchMode):
         return found
 
 
-def broadcast(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 4])
+@on_ranks()
+def test_a_broadcast_needs_no_copy_for_each_rank(rank: int, world_size: int) -> None:
     from hf_compressopt.collectives.torch_dist import TorchCommunicator
 
     communicator = TorchCommunicator()
@@ -201,14 +183,9 @@ def broadcast(rank: int, world_size: int) -> None:
     assert not communicator.traffic.bytes
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_a_broadcast_needs_no_copy_for_each_rank(world_size: int) -> None:
-    run_ranks(world_size, broadcast)
-
-
-def follow_the_model(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_messages_are_where_the_model_is_now(rank: int, world_size: int) -> None:
     """The optimizers were made where the model was before; "meta" stands for that device."""
-    from hf_compressopt import OnebitAdam, ZeroOptimizer, attach_ddp
 
     before = torch.device("meta")
     model = nn.Linear(5, 5)
@@ -225,7 +202,3 @@ def follow_the_model(rank: int, world_size: int) -> None:
     own(torch.ones(1, 5)).sum().backward()
     zero.step()
     assert [ranks.device.type for ranks in zero.partition.communicators()] == ["cpu", "cpu"]
-
-
-def test_messages_are_where_the_model_is_now() -> None:
-    run_ranks(2, follow_the_model)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import chunk_range
 from tests.oracles.simulation import chunk_bounds, simulate_compressed_all_reduce
 from tests.support.exchanging import average_, zero_feedback
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.launching import REPO_ROOT, own_network, run, torchrun
 
 SCALE_BLOCKS = (None, 8, 64, 4096)
@@ -144,90 +145,68 @@ def assert_adds_up(u, quantized, error, roundings=1):
 
 @pytest.mark.invariant(28)
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_nothing_is_lost_and_the_residual_stays_bounded(world_size):
+@on_ranks()
+def test_nothing_is_lost_and_the_residual_stays_bounded(rank, world_size):
     """Over 200 calls: sum of results = sum of mean inputs - mean residual, and the residual stops growing."""
-    repeats, numel = 200, 300
+    repeats, numel, communicator = 200, 300, TorchCommunicator()
     for scale_block in (None, 64):
-        xs = inputs(world_size, numel, repeats, seed=1)
-        by_rank = run_ranks(world_size, residual_history, xs, scale_block)
-        workers = np.stack([history for history, _, _ in by_rank])  # [W, repeats]
-        assert workers[:, 100:].max() <= 1.25 * workers[:, :100].max()
-        assert workers.max() < 10 * np.sqrt(numel), "the residual is many times a message"
-        means, servers = by_rank[0][1], np.concatenate([server for _, _, (_, server) in by_rank])
-        residual = np.mean([worker for _, _, (worker, _) in by_rank], axis=0) + servers
-        lost = xs.astype(np.float64).mean(axis=1).sum(axis=0) - means.astype(np.float64).sum(axis=0) - residual
+        xs, feedback = inputs(world_size, numel, repeats, seed=1), zero_feedback(numel, communicator)
+        total, norms = torch.zeros(numel, dtype=torch.float64), []
+        for x in xs:
+            total += average_(torch.from_numpy(x[rank].copy()), feedback, communicator, scale_block)
+            norms.append(float(feedback.worker[0].norm()))
+        assert max(norms[100:]) <= 1.25 * max(norms[:100])
+        assert max(norms) < 10 * np.sqrt(numel), "the residual is many times a message"
+        residual = feedback.worker[0].double() / world_size
+        residual[slice(*chunk_bounds(numel, world_size)[rank])] += feedback.server
+        communicator.all_reduce(residual).wait()
+        lost = xs.astype(np.float64).mean(axis=1).sum(axis=0) - (total + residual).numpy()
         np.testing.assert_allclose(lost, 0, atol=2e-3)
-
-
-def residual_history(rank, world_size, xs, scale_block):
-    communicator = TorchCommunicator()
-    feedback = zero_feedback(xs.shape[2], communicator)
-    means, norms = [], []
-    for x in xs:
-        means.append(average_(torch.from_numpy(x[rank].copy()), feedback, communicator, scale_block).numpy())
-        norms.append(float(feedback.worker[0].norm()))
-    return np.array(norms), np.stack(means), (feedback.worker[0].numpy(), feedback.server.numpy())
 
 
 @pytest.mark.invariant(30)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_zeros(world_size):
+@on_ranks()
+def test_zeros(rank, world_size):
     """sign(0) = +1 for both zeros, in the message and in what comes back; nothing but zeros stays zeros."""
-    zero_mean, zero_worker, zero_server, mean = run_ranks(world_size, zeros_on_a_rank)[1]
-    for tensor in (zero_mean, zero_worker, zero_server):
-        assert torch.equal(tensor, torch.zeros_like(tensor))
+    communicator = TorchCommunicator()
+    feedback = zero_feedback(100, communicator)
+    for _ in range(3):
+        zero = average_(torch.zeros(100), feedback, communicator, 8)
+    assert not any(tensor.any() for tensor in (zero, feedback.worker[0], feedback.server))
+    x = torch.tensor([0.0, -0.0, 1, -1, 1, -1, 1, -1])
+    mean = average_(x, zero_feedback(8, communicator), communicator, 8)
     assert torch.equal(mean[:2], mean[2:3].expand(2)), "zeros must come back positive, with the scale of their block"
     assert float(mean[2]) == pytest.approx(np.sqrt(6 / 8))
     assert torch.equal(mean[2:] > 0, torch.tensor([True, False, True, False, True, False]))
 
 
-def zeros_on_a_rank(rank, world_size):
-    communicator = TorchCommunicator()
-    feedback = zero_feedback(100, communicator)
-    for _ in range(3):
-        zero = average_(torch.zeros(100), feedback, communicator, 8)
-    x = torch.tensor([0.0, -0.0, 1, -1, 1, -1, 1, -1])
-    mean = average_(x, zero_feedback(8, communicator), communicator, 8)
-    return zero, feedback.worker[0], feedback.server, mean
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_padding_never_counts_in_a_scale(world_size):
+@on_ranks()
+def test_padding_never_counts_in_a_scale(rank, world_size):
     """If every |x| is 1, every scale is 1: a padding element in a root mean square would make the scale smaller."""
-    numels = [1, 5, 9, 17, 63, 100]
-    for by_numel in run_ranks(world_size, ones_on_a_rank, numels):
-        for (x, mean, worker_error, server_error), numel in zip(by_numel, numels, strict=True):
-            torch.testing.assert_close(mean, x, rtol=0, atol=1e-6, msg=f"numel={numel}")
-            assert float(worker_error.abs().max()) < 1e-6
-            assert server_error.numel() == 0 or float(server_error.abs().max()) < 1e-6
-
-
-def ones_on_a_rank(rank, world_size, numels):
     communicator = TorchCommunicator()
-    results = []
-    for numel in numels:
-        x = torch.ones(numel)
+    for numel, scale_block in product([1, 5, 9, 17, 63, 100], (None, 8)):
+        x, feedback = torch.ones(numel), zero_feedback(numel, communicator)
         x[1::3] = -1
-        for scale_block in (None, 8):
-            feedback = zero_feedback(numel, communicator)
-            mean = average_(x.clone(), feedback, communicator, scale_block)
-        results.append((x, mean, feedback.worker[0], feedback.server))
-    return results
+        mean = average_(x.clone(), feedback, communicator, scale_block)
+        torch.testing.assert_close(mean, x, rtol=0, atol=1e-6, msg=f"numel={numel}")
+        assert all(float(error.abs().max()) < 1e-6 for error in (*feedback.worker, feedback.server) if error.numel())
 
 
 @pytest.mark.invariant(33)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_bytes_on_the_wire(world_size):
+@on_ranks()
+def test_bytes_on_the_wire(rank, world_size):
     """The tensors handed to the process group are as large as counted, and as 2 (W-1)/W (n/8 + 4 blocks) says."""
-    sizes = [(numel, block) for numel in (9, 1000, 100_003) for block in SCALE_BLOCKS]
-    for rank, rows in enumerate(run_ranks(world_size, bytes_on_a_rank, sizes)):
-        for (numel, block), (measured, counted) in zip(sizes, rows, strict=True):
-            chunks = chunk_bounds(numel, world_size)
-            blocks = sum(-(-(end - begin) // (block or numel)) for begin, end in chunks)
-            formula = 2 * (world_size - 1) / world_size * (numel / 8 + 4 * blocks)
-            few_bytes = 32 * 2 * (world_size - 1)
-            assert measured == counted, f"numel={numel} scale_block={block} rank={rank}"
-            assert abs(measured - formula) <= few_bytes, f"numel={numel} scale_block={block} rank={rank}"
+    for numel, block in product((9, 1000, 100_003), SCALE_BLOCKS):
+        communicator = MeasuringCommunicator()
+        average_(torch.randn(numel), zero_feedback(numel, communicator), communicator, block)
+        blocks = sum(-(-(end - begin) // (block or numel)) for begin, end in chunk_bounds(numel, world_size))
+        formula = 2 * (world_size - 1) / world_size * (numel / 8 + 4 * blocks)
+        few_bytes = 32 * 2 * (world_size - 1)
+        assert communicator.measured == communicator.traffic.total_bytes, (numel, block)
+        assert abs(communicator.measured - formula) <= few_bytes, (numel, block)
 
 
 class MeasuringCommunicator(TorchCommunicator):
@@ -245,44 +224,28 @@ class MeasuringCommunicator(TorchCommunicator):
         return super().all_gather(output, part)
 
 
-def bytes_on_a_rank(rank, world_size, sizes):
-    rows = []
-    for numel, scale_block in sizes:
-        communicator = MeasuringCommunicator()
-        average_(torch.randn(numel), zero_feedback(numel, communicator), communicator, scale_block)
-        rows.append((communicator.measured, communicator.traffic.total_bytes))
-    return rows
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_pipeline_of_buckets_is_one_after_another(world_size):
-    for piped, single in run_ranks(world_size, pipeline_on_a_rank):
-        for one, other in zip(piped, single, strict=True):
-            assert torch.equal(one, other)
-
-
-def pipeline_on_a_rank(rank, world_size):
-    communicator = TorchCommunicator()
-    numels = [100, 3, 77, 1, 512]
+@on_ranks()
+def test_pipeline_of_buckets_is_one_after_another(rank, world_size):
+    communicator, pipeline = TorchCommunicator(), Pipeline()
     generator = torch.Generator().manual_seed(rank)
-    xs = [torch.randn(numel, generator=generator) for numel in numels]
-    piped, single = [torch.empty_like(x) for x in xs], [x.clone() for x in xs]
+    xs = [torch.randn(numel, generator=generator) for numel in (100, 3, 77, 1, 512)]
+    piped = [torch.empty_like(x) for x in xs]
 
     def task(x, out):
         z, feedback = kernels.Combination.of(x), zero_feedback(x.numel(), communicator)
         (average,) = yield from all_reduce([z], [feedback], kernels.SignFormat(64), communicator)
         kernels.on(out).decompress_(average, out)
 
-    pipeline = Pipeline()
     for x, out in zip(xs, piped, strict=True):
         pipeline.add(task(x, out))
     pipeline.drain()
-    for x in single:
-        average_(x, zero_feedback(x.numel(), communicator), communicator)
-    return piped, single
+    for x, out in zip(xs, piped, strict=True):
+        assert torch.equal(out, average_(x.clone(), zero_feedback(x.numel(), communicator), communicator))
 
 
-def record(rank: int, world_size: int, numel: int, bucket: int) -> tuple[list[str], int]:
+@on_ranks(2)
+def test_two_messages_per_bucket_and_the_next_bucket_leaves_before_one_is_awaited(rank: int, world_size: int) -> None:
     events: list[str] = []
 
     class Recording(TorchCommunicator):
@@ -304,27 +267,20 @@ def record(rank: int, world_size: int, numel: int, bucket: int) -> tuple[list[st
         def all_gather(self, output: Any, part: Any) -> Handle:
             return self._watched("all_gather", super().all_gather(output, part))
 
-    p = torch.nn.Parameter(torch.zeros(numel))
-    cap = bucket * 4 / 2**20
+    p = torch.nn.Parameter(torch.zeros(1000))
+    cap = 256 * 4 / 2**20  # four buckets
     optimizer = OnebitAdam([p], freeze_step=1, scale_block=8, bucket_cap_mb=cap, communicator=Recording())
     for step in range(3):  # the second one also compares the ranks
         events.clear()
-        p.grad = torch.randn(numel, generator=torch.Generator().manual_seed(step))
+        p.grad = torch.randn(1000, generator=torch.Generator().manual_seed(step))
         optimizer.step()
-    return events, -(-numel // optimizer.bucket_numel)
-
-
-def test_two_messages_per_bucket_and_the_next_bucket_leaves_before_one_is_awaited() -> None:
-    for events, buckets in run_ranks(2, record, 1000, 256):
-        assert buckets == 4
-        for kind in ("all_to_all", "all_gather"):
-            assert [e for e in events if e.startswith(f"start {kind}")] == [f"start {kind} {i}" for i in range(4)]
-            assert [e for e in events if e.startswith(f"wait {kind}")] == [f"wait {kind} {i}" for i in range(4)]
-        for i in range(3):
-            assert events.index(f"start all_to_all {i + 1}") < events.index(f"wait all_to_all {i}")
-            assert events.index(f"start all_gather {i + 1}") < events.index(f"wait all_gather {i}")
-        for i in range(2):
-            assert events.index(f"start all_to_all {i + 2}") < events.index(f"wait all_gather {i}")
+    for kind, phase in product(("all_to_all", "all_gather"), ("start", "wait")):
+        assert [e for e in events if e.startswith(f"{phase} {kind}")] == [f"{phase} {kind} {i}" for i in range(4)]
+    for i in range(3):
+        assert events.index(f"start all_to_all {i + 1}") < events.index(f"wait all_to_all {i}")
+        assert events.index(f"start all_gather {i + 1}") < events.index(f"wait all_gather {i}")
+    for i in range(2):
+        assert events.index(f"start all_to_all {i + 2}") < events.index(f"wait all_gather {i}")
 
 
 @pytest.mark.full

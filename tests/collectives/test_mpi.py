@@ -25,7 +25,7 @@ def test_mpi_gives_the_bits_of_gloo_and_resumes(world_size: int, tmp_path: Path)
         assert len(found[name]["ranks"]) == world_size
         for rank in found[name]["ranks"]:
             assert rank["same"] and "over mpi" in rank["name"], (name, found[name])
-            assert ("in two levels" in rank["name"]) == (world_size == 4), (name, found[name])
+            assert ("hierarchical on" in rank["name"]) == (world_size == 4), (name, found[name])
             assert rank["sent"][0] == rank["sent"][1] > 0
     assert "no CUDA support" in found["refusals"]["mpi"] and "cuda_aware=False" in found["refusals"]["mpi"]
     assert "'smoke_signals'" in found["refusals"]["smoke_signals"] and "'mpi'" in found["refusals"]["smoke_signals"]

@@ -1,7 +1,6 @@
 """The exchange in two levels on real gloo ranks: its chunks, its groups, its bytes, and the choice of a topology."""
 
 import copy
-import logging
 import os
 import time
 from pathlib import Path
@@ -20,7 +19,8 @@ from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.oracles.simulation import chunk_bounds
 from tests.oracles.simulation_two_levels import simulate_two_levels
 from tests.support.exchanging import average_, zero_feedback
-from tests.support.harness import _pool, run_ranks, run_ranks_expecting_error, run_ranks_of_which_one_dies
+from tests.support.harness import _pool, on_ranks, run_ranks, run_ranks_of_which_one_dies
+from tests.support.logs import log_lines
 
 NUMELS = (1, 5, 33, 100, 1000)
 BLOCK = 64
@@ -56,23 +56,6 @@ def test_nodes_are_found_from_hosts_and_the_launcher() -> None:
     assert "follow one another" in node_size_of_hosts("abab", [2] * 4)[1]
     assert "the launcher says [4]" in node_size_of_hosts("aabb", [4] * 4)[1]
     assert "the launcher says [2]" in node_size_of_hosts("aaaa", [2] * 4)[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"topology": "ring"}, ValueError, ["topology", "hierarchical", "'ring'"]),
-        ({"node_size": 0}, ValueError, ["node_size", ">= 1", "0"]),
-        ({"node_size": 2.0}, TypeError, ["node_size", "int", "2.0"]),
-        ({"node_size": 2, "topology": "flat"}, ValueError, ["node_size=2", "'flat'", "hierarchical"]),
-        ({"node_bits": 8}, ValueError, ["node_bits", "32 or 16", "8"]),
-    ],
-)
-def test_bad_options_are_named(options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
-    for make in (TopologyOptions, lambda **given: OnebitAdam([nn.Parameter(torch.zeros(3))], **given)):
-        with pytest.raises(error) as raised:
-            make(**options)
-        assert all(word in str(raised.value) for word in words), raised.value
 
 
 # -- the exchange -----------------------------------------------------------------------------------------------------
@@ -126,35 +109,25 @@ def test_equals_the_simulation(world_size: int, node_size: int) -> None:
             np.testing.assert_allclose(server, servers[place.own_chunk], rtol=4e-6, atol=2e-6)
 
 
-def bytes_of_two_levels(rank: int, world_size: int, numel: int) -> dict[str, Any]:
-    found = {}
+@pytest.mark.invariant(33)
+@on_ranks(4)
+def test_bytes_between_and_inside_the_nodes(rank: int, world_size: int) -> None:
+    numel = 40_000
+    message, norms = numel / 8 + 4 * numel / BLOCK, []
     for bits in (32, 16):
         ranks = in_levels(2, bits)
         feedback = zero_feedback(numel, ranks)
-        mean = average_(torch.randn(numel), feedback, ranks)
-        found[bits] = (ranks.traffic.total_bytes, dict(ranks.traffic.node_bytes), mean.norm().item())
+        norms.append(average_(torch.randn(numel), feedback, ranks).norm().item())
+        inside = ranks.traffic.node_bytes
+        found = torch.tensor([ranks.traffic.total_bytes, inside["all_to_all"], inside["all_gather"]]).double()
+        dist.all_reduce(found, group=ranks.levels.node.process_group)  # of a node: 2 (M-1)/M messages
+        expected = torch.tensor([2 * (2 - 1) / 2 * message, numel * bits / 8, message]).double()
+        torch.testing.assert_close(found, expected, rtol=0.03, atol=0)
+    assert norms[1] == pytest.approx(norms[0], rel=0.1)
     copied = copy.deepcopy(ranks)
     average_(torch.randn(numel), feedback, copied)
-    found["copy"] = (copied.traffic.total_bytes, copied.traffic.node_bytes["all_to_all"])
-    found["original"] = (ranks.traffic.total_bytes, ranks.traffic.node_bytes["all_to_all"])
-    return found
-
-
-@pytest.mark.invariant(33)
-def test_bytes_between_and_inside_the_nodes() -> None:
-    numel = 40_000
-    message = numel / 8 + 4 * numel / BLOCK
-    ranks = run_ranks(4, bytes_of_two_levels, numel)
-    for first in (0, 2):
-        for bits in (32, 16):
-            between = sum(ranks[rank][bits][0] for rank in (first, first + 1))
-            assert between == pytest.approx(2 * (2 - 1) / 2 * message, rel=0.03)  # of a node: 2 (M-1)/M messages
-            inside = [ranks[rank][bits][1] for rank in (first, first + 1)]
-            assert sum(row["all_to_all"] for row in inside) == pytest.approx(numel * bits / 8, rel=0.01)
-            assert sum(row["all_gather"] for row in inside) == pytest.approx(message, rel=0.03)
-    for rank in ranks:
-        assert rank["copy"] == tuple(2 * count for count in rank["original"])
-        assert rank[16][2] == pytest.approx(rank[32][2], rel=0.1)
+    assert copied.traffic.total_bytes == 2 * ranks.traffic.total_bytes
+    assert copied.traffic.node_bytes["all_to_all"] == 2 * ranks.traffic.node_bytes["all_to_all"]
 
 
 # -- the choice -------------------------------------------------------------------------------------------------------
@@ -162,31 +135,17 @@ def test_bytes_between_and_inside_the_nodes() -> None:
 
 def choose(rank: int, hosts: str, local: dict[int, int], given: dict[str, Any]) -> tuple[int, list[str]]:
     """The ranks per node that an optimizer finds, and the warnings."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    topology.logger.addHandler(handler)
-    original = topology.gethostname
-    topology.gethostname = lambda: hosts[rank]  # one machine stands for several
-    try:
+    with pytest.MonkeyPatch.context() as patch, log_lines() as lines:
+        patch.setattr(topology, "gethostname", lambda: hosts[rank])  # one machine stands for several
+        patch.delenv("LOCAL_WORLD_SIZE", raising=False)
         if rank in local:
-            os.environ["LOCAL_WORLD_SIZE"] = str(local[rank])
+            patch.setenv("LOCAL_WORLD_SIZE", str(local[rank]))
         optimizer = OnebitAdam([nn.Parameter(torch.zeros(64))], **given)
-    finally:
-        topology.gethostname = original
-        topology.logger.removeHandler(handler)
     return optimizer.communicator.topology.node_size, lines
 
 
-def choose_all(rank: int, world_size: int, rows: list[tuple[str, dict[int, int], dict[str, Any]]]) -> list[Any]:
-    results = []
-    for row in rows:
-        os.environ.pop("LOCAL_WORLD_SIZE", None)
-        results.append(choose(rank, *row))
-    return results
-
-
-def test_auto_follows_the_launcher_and_warns_once_of_unequal_nodes() -> None:
+@on_ranks(4)
+def test_auto_follows_the_launcher_and_warns_once_of_unequal_nodes(rank: int, world_size: int) -> None:
     two, all_four = {rank: 2 for rank in range(4)}, {rank: 4 for rank in range(4)}
     rows: list[tuple[tuple[str, dict[int, int], dict[str, Any]], int, str]] = [
         (("aabb", two, {}), 2, ""),
@@ -201,53 +160,49 @@ def test_auto_follows_the_launcher_and_warns_once_of_unequal_nodes() -> None:
         (("aaaa", two, {"node_size": 1}), 1, ""),
         (("aabb", two, {"scale_block": None}), 1, "scale_block"),
     ]
-    for rank, results in enumerate(run_ranks(4, choose_all, [row for row, _, _ in rows])):
-        for (size, lines), (row, expected, warning) in zip(results, rows, strict=True):
-            assert size == expected, row
-            assert len(lines) == (bool(warning) and rank == 0) and all(warning in line for line in lines), (row, lines)
-
-
-def refused(rank: int, world_size: int, given: list[dict[str, Any]]) -> None:
-    optimizer = OnebitAdam([nn.Parameter(torch.zeros(64))], **given[rank % len(given)])
-    average_gradients(optimizer)
+    for row, expected, warning in rows:
+        size, lines = choose(rank, *row)
+        assert size == expected, row
+        assert len(lines) == (bool(warning) and rank == 0) and all(warning in line for line in lines), (row, lines)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "said"),
     [
-        ([{"node_size": 3}], ["node_size", "divide", "4", "got 3", "[1, 2, 4]"]),
-        ([{"topology": "two-level"}], ["at least two nodes", "1 host(s)", "node_size"]),
-        ([{"node_size": 2, "scale_block": None}], ["scale_block", "None", "topology='flat'"]),
-        ([{"node_size": 2}, {"node_size": 4}], ["ranks [1, 3] differ", "node_size"]),
-        ([{"node_size": 2}, {"node_size": 2, "node_bits": 16}], ["ranks [1, 3] differ", "16"]),
-        ([{"node_size": 2}, {"topology": "flat"}], ["ranks [1, 3] differ"]),
+        ([{"node_size": 3}], r"node_size.*divide.*4.*got 3.*\[1, 2, 4\]|node_size.*divide.*4.*\[1, 2, 4\].*got 3"),
+        ([{"topology": "two-level"}], r"at least two nodes.*1 host\(s\).*node_size"),
+        ([{"node_size": 2, "scale_block": None}], "scale_block.*None.*topology='flat'"),
+        ([{"node_size": 2}, {"node_size": 4}], r"ranks \[1, 3\] differ.*node_size"),
+        ([{"node_size": 2}, {"node_size": 2, "node_bits": 16}], r"ranks \[1, 3\] differ.*16"),
+        ([{"node_size": 2}, {"topology": "flat"}], r"ranks \[1, 3\] differ"),
     ],
 )
-def test_what_cannot_be_is_an_error_on_all_ranks(given: list[dict[str, Any]], words: list[str]) -> None:
-    errors = run_ranks_expecting_error(4, refused, given, timeout=30)
-    for error in errors.values():
-        assert error.startswith("ValueError") and all(word in error for word in words), error
+@on_ranks(4, timeout=30)
+def test_what_cannot_be_is_an_error_on_all_ranks(
+    rank: int, world_size: int, given: list[dict[str, Any]], said: str
+) -> None:
+    with pytest.raises(ValueError, match=f"(?s){said}"):
+        average_gradients(OnebitAdam([nn.Parameter(torch.zeros(64))], **given[rank % len(given)]))
 
 
-def in_a_process_group(rank: int, world_size: int) -> tuple[int, list[float]]:
+@on_ranks(5)
+def test_a_process_group_has_levels_of_its_own(rank: int, world_size: int) -> None:
     """The first four of the ranks have an optimizer, two of them per node; the others have nothing to do with it."""
     four = dist.new_group([0, 1, 2, 3])
-    if rank > 3:
-        return 0, []
-    p = nn.Parameter(torch.zeros(100))
-    state = GradientCompression([p], process_group=four, node_size=2)
-    p.grad = torch.full((100,), float(rank))
-    state.average_gradients()
-    return state.communicator.topology.nodes, p.grad.tolist()
+    if rank < 4:
+        p = nn.Parameter(torch.zeros(100))
+        state = GradientCompression([p], process_group=four, node_size=2)
+        p.grad = torch.full((100,), float(rank))
+        state.average_gradients()
+        assert state.communicator.topology.nodes == 2
+        assert p.grad.tolist() == pytest.approx([1.5] * 100, rel=0.01)
+        ranks: list[Any] = [None] * 4
+        dist.all_gather_object(ranks, p.grad.tolist(), group=four)
+        assert ranks == [ranks[0]] * 4
 
 
-def test_a_process_group_has_levels_of_its_own() -> None:
-    *inside, outside = run_ranks(5, in_a_process_group)
-    assert outside == (0, []) and inside == [inside[0]] * 4
-    assert inside[0] == (2, pytest.approx([1.5] * 100, rel=0.01))
-
-
-def make_and_drop(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_dropped_optimizers_leave_no_groups_behind(rank: int, world_size: int) -> None:
     held = []
     for _ in range(4):
         p = nn.Parameter(torch.ones(100))
@@ -259,10 +214,6 @@ def make_and_drop(rank: int, world_size: int) -> None:
         del optimizer
         held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     assert held[1:] == held[:1] * 3, held
-
-
-def test_dropped_optimizers_leave_no_groups_behind() -> None:
-    run_ranks(4, make_and_drop)
 
 
 # -- errors on the way ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +80,7 @@ def test_the_index_of_the_documentation_lists_every_page() -> None:
 def test_the_readme_is_a_landing_page() -> None:
     lines = README.read_text().splitlines()
     assert "alpha" in " ".join(lines[:6]) and "GPU" in " ".join(lines[:6]), "the status is late"
-    assert [line for line in lines if line.startswith(("git clone", "make "))][1:] == ["make demo", "make test"]
+    assert [line for line in lines if line.startswith("make ")] == ["make demo", "make test"]
     assert len(lines) <= 140 and max(map(len, lines)) <= 130
 
 
@@ -138,6 +139,8 @@ def unknown_options(rank: int, world_size: int, commands: list[list[str]]) -> li
 
     unknown = []
     for script, *words in commands:
+        if "recipes/lora/" in script and not (find_spec("peft") and find_spec("trl")):
+            continue  # the extra "lora" is not installed
         if "/" not in script:
             names: dict[str, Any] = {"HfArgumentParser": HfArgumentParser}
         else:

@@ -16,6 +16,7 @@ from torch import nn
 from hf_compressopt import FSDPCompression, compress_fsdp, load_state, save_state
 from tests.oracles.simulation_integers import Simulation
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.logs import log_lines
 
 BUCKET = 300  # elements, so that buckets cut units
 CAP = BUCKET * 4 / 2**20
@@ -342,9 +343,12 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     divided, _ = sharded(make(), "hsdp")
     divided.set_gradient_divide_factor(3.0)
     wide, _ = sharded(make().double(), "shard")
+    single = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
+    alone = compress_fsdp(fully_shard(make(), mesh=single["shard"]), single).describe()
+    assert "nothing is compressed, since there is one replica of 4" in alone
     calls: dict[str, Any] = {
         "mesh must be a DeviceMesh": lambda: compress_fsdp(net, "int4"),
-        "2 dimensions": lambda: compress_fsdp(net, mesh["shard"]),
+        "needs a mesh of 1 dimension": lambda: compress_fsdp(net, mesh, param_compression="int4"),
         "not sharded by FSDP2": lambda: compress_fsdp(make(), mesh),
         "mesh=mesh['shard']": lambda: compress_fsdp(over_all, mesh),
         "hook already": lambda: compress_fsdp(hooked, mesh),
@@ -372,6 +376,22 @@ def test_refuses_by_name() -> None:
             assert text in error
 
 
+def one_replica(rank: int, world_size: int) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net, mesh = make(), init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
+    fully_shard(net, mesh=mesh)
+    with log_lines() as lines:
+        compress_fsdp(net, mesh)
+    return lines
+
+
+def test_one_replica_compresses_nothing_and_says_so() -> None:
+    first, second = run_ranks(2, one_replica)
+    assert "compresses nothing: the mesh has one replica of 2 rank(s)" in first[0] and second == []
+
+
 def other_start(rank: int, world_size: int) -> None:
     net, mesh = sharded(make(seed=rank // SHARDS), "shard")
     compress_fsdp(net, mesh)
@@ -387,12 +407,13 @@ def test_replicas_must_start_alike() -> None:
 
 
 def checkpointed(rank: int, world_size: int, folder: str, shards: int, state: str, load: bool) -> dict[str, Any]:
-    """The worker errors of this rank's elements, and the server errors that it has, NaN elsewhere."""
+    """The errors that this rank has, NaN elsewhere; without replicas the mesh has one dimension."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    net = make()
-    mesh = init_device_mesh("cpu", (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    net, names = make(), ("replicate", "shard")
+    sizes = (world_size // shards, shards) if shards < world_size else (shards,)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names[-len(sizes) :])
     fully_shard(net.first, mesh=mesh)
     if not load:  # other units where it is loaded
         fully_shard([net.second, net.frozen, net.last], mesh=mesh)
@@ -405,38 +426,36 @@ def checkpointed(rank: int, world_size: int, folder: str, shards: int, state: st
             take_step(net, rank, step, "")
         save_state(compression, folder)
     found: dict[str, Any] = {"steps": compression.steps}
-    for errors in compression.units if world_size > shards else ():
-        servers = np.full(errors.unit.numel, np.nan, np.float32)
-        values, at = errors.kept.server_values().numpy(), 0
-        for start, stop in [errors.kept.own_range(bucket) for bucket in errors.layout.buckets]:
-            servers[start:stop], at = values[at : at + stop - start], at + stop - start
-        worker = errors.kept.worker_values().numpy()
-        for (name, offset, count, first), param in zip(
-            errors.unit.places(rank % shards), errors.unit.params, strict=True
-        ):
-            for key, flat in (("worker", worker), ("server", servers)):
-                if flat.size:
-                    whole = np.full(param.numel(), np.nan, np.float32)
-                    whole[first : first + count] = flat[offset : offset + count]
-                    found[f"{key} {name}"] = whole
+    for errors in compression.units:
+        for kind, shard, start, run in errors.runs(errors.kept.values(), compression.replica.rank):
+            for (name, offset, count, first), param in zip(errors.unit.places(shard), errors.unit.params, strict=True):
+                low, high = max(start, offset), min(start + run.numel(), offset + count)
+                if low < high:
+                    whole = found.setdefault(f"{kind} {name}", np.full(param.numel(), np.nan, np.float32))
+                    whole[first + low - offset : first + high - offset] = run[low - start : high - start].numpy()
     return found
 
 
+@pytest.mark.parametrize("shards", [2, 4])
 @pytest.mark.parametrize("state", ["compact", pytest.param("float32", marks=pytest.mark.full)])
-def test_a_checkpoint_loads_on_any_mesh(state: str, tmp_path: Path) -> None:
-    """Worker errors become the mean of the replicas', server errors stay with their elements."""
-    saved = run_ranks(4, checkpointed, str(tmp_path), SHARDS, state, False)
-    names = [name.removeprefix("worker ") for name in saved[0] if name.startswith("worker ")]
+def test_a_checkpoint_loads_on_any_mesh(state: str, shards: int, tmp_path: Path) -> None:
+    """Worker errors become the mean of the replicas', or ranks', server errors stay with their elements."""
+    saved = run_ranks(4, checkpointed, str(tmp_path), shards, state, False)
     rounding = 2e-3 if state == "compact" else 1e-7
-    for world_size, shards in ((4, 2), (3, 1), (4, 4)):
-        for rank, found in enumerate(run_ranks(world_size, checkpointed, str(tmp_path), shards, state, True)):
-            assert found["steps"] == 3
-            for name in names if world_size > shards else ():
-                replicas = [np.nanmean([saved[2 * r + s][f"worker {name}"] for s in (0, 1)], axis=0) for r in (0, 1)]
-                mean = replicas[rank // shards] if (world_size, shards) == (4, 2) else np.mean(replicas, axis=0)
-                servers = np.nanmean([result[f"server {name}"] for result in saved], axis=0)
-                for key, whole in (("worker", mean), ("server", servers)):
-                    mine = found[f"{key} {name}"]
-                    here = ~np.isnan(mine)
-                    assert not np.isnan(whole).any() and (here.any() or whole.size < 100)
-                    np.testing.assert_allclose(mine[here], whole[here], atol=rounding, err_msg=f"{key} {name}")
+    for world_size, wanted in ((4, 2), (3, 1), (4, 4), (2, 2)):
+        together, here = 1 if shards == 4 else shards, 1 if wanted == world_size else wanted  # ranks of a replica
+        for rank, found in enumerate(run_ranks(world_size, checkpointed, str(tmp_path), wanted, state, True)):
+            assert found.pop("steps") == 3
+            assert any(name.startswith("server_error") for name in found) == (wanted < world_size)
+            for name, mine in found.items():
+                known = [result[name] for result in saved if name in result]
+                if name.startswith("server_error"):
+                    whole = np.nanmean(known, axis=0) if known else np.zeros_like(mine)
+                else:
+                    groups = [saved[first : first + together] for first in range(0, 4, together)]
+                    replicas = [np.nanmean([g[name] for g in group if name in g], axis=0) for group in groups]
+                    exact = (world_size, wanted) == (4, shards)
+                    whole = replicas[rank // here] if exact else np.mean(replicas, axis=0)
+                part = ~np.isnan(mine)
+                assert not np.isnan(whole).any() and (part.any() or whole.size < 100)
+                np.testing.assert_allclose(mine[part], whole[part], atol=rounding, err_msg=name)

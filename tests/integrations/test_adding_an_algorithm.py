@@ -8,7 +8,7 @@ import pytest
 from hf_compressopt.integrations.algorithms import ALGORITHMS
 from tests.support import sign_momentum, trainer_runs
 from tests.support.harness import run_ranks
-from tests.support.trainer_runs import Run, equal_params
+from tests.support.trainer_runs import Run, equal_params, logged, losses
 
 FREEZE, STEPS = 3, 48  # two epochs
 
@@ -43,10 +43,10 @@ def test_a_new_algorithm_trains_saves_and_resumes_in_trainer(tmp_path: Path) -> 
     for result in whole:
         assert result["optimizer"] == "SignMomentum" and result["alike"] == [True] * STEPS
         assert equal_params(result["params"], whole[0]["params"])
-        stages = [row["compressopt/stage"] for row in result["history"] if "loss" in row] if result is whole[0] else []
+        stages = logged(result, "compressopt/stage") if result is whole[0] else []
         assert stages in ([], [0.0] * FREEZE + [1.0] * (STEPS - FREEZE))
-    losses = [row["loss"] for row in whole[0]["history"] if "loss" in row]
-    first, second = sum(losses[: STEPS // 2]), sum(losses[STEPS // 2 :])
+    lost = losses(whole[0])
+    first, second = sum(lost[: STEPS // 2]), sum(lost[STEPS // 2 :])
     assert second < first and whole[0]["metrics"]["compression_ratio"] > 10
     other = {**arguments, "output_dir": str(tmp_path / "resumed"), "save_strategy": "no"}
     resumed = run_ranks(2, train, Run(other, resume=str(tmp_path / "checkpoint-20")), timeout=120)

@@ -245,7 +245,7 @@ def test_deepspeeds_defaults_are_written_out_where_trainers_would_differ(kind: s
 
 @pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
 def test_the_same_arithmetic(kind: str) -> None:
-    """The options under which the oracles recorded from DeepSpeed are met, in test_oracle_simulation_family.py."""
+    """The options under which the oracles recorded from DeepSpeed are met, in test_simulations.py."""
     config = with_optimizer(kind, bias_correction=True, eps_inside_sqrt=True, max_grad_norm=0.5)
     translation = translate(config, same_arithmetic=True)
     wanted = {"scale_block": None, "variance_floor": 0, "bias_correction": False, "eps_inside_sqrt": False}

@@ -1,4 +1,4 @@
-"""grad_compression with FSDP2 through Accelerate and Trainer: 2 replicas of 2 shards, on real gloo ranks."""
+"""grad_compression with FSDP2 through Accelerate and Trainer: 2 replicas of 2 shards, or 4 shards, on gloo ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.harness import run_ranks
+from hf_compressopt import OnebitAdam
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.trainer_runs import OLD_HOST, Run, make_trainer, small_model, tokens, use_accelerate
 
 pytestmark = pytest.mark.skipif(OLD_HOST, reason="this accelerate has no ParallelismConfig")
@@ -35,8 +36,9 @@ def accelerator_of(rank: int, world_size: int, replicas: int, version: int = 2, 
     return attach(accelerator, CompressOptPlugin(**options))
 
 
-def train(rank: int, world_size: int, folder: str, resumed: bool) -> dict[str, Any]:
-    accelerator = accelerator_of(rank, world_size, 2, grad_compression="int4")
+def train(rank: int, world_size: int, folder: str, resumed: bool, replicas: int) -> dict[str, Any]:
+    options = {} if replicas > 1 else {"param_compression": "int4"}
+    accelerator = accelerator_of(rank, world_size, replicas, grad_compression="int4", **options)
     model = small_model(dropout=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -62,58 +64,45 @@ def train(rank: int, world_size: int, folder: str, resumed: bool) -> dict[str, A
     return {"weights": weights.numpy(), "losses": losses, "steps": state.steps, **state.metrics()}
 
 
-@pytest.mark.full
-def test_accelerate_compresses_between_replicas_and_resumes(tmp_path: Path) -> None:
-    ranks = run_ranks(4, train, str(tmp_path), False, timeout=240)
-    for rank in (0, 1):
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.full), 1])
+def test_accelerate_compresses_and_resumes(replicas: int, tmp_path: Path) -> None:
+    ranks = run_ranks(4, train, str(tmp_path), False, replicas, timeout=240)
+    for rank in (0, 1) if replicas > 1 else ():
         assert ranks[rank]["weights"].tobytes() == ranks[rank + 2]["weights"].tobytes()
     assert all(result["steps"] == 6 and result["compression_ratio"] > 7 for result in ranks)
     assert ranks[0]["losses"][-1] < ranks[0]["losses"][0]
-    for result, again in zip(ranks, run_ranks(4, train, str(tmp_path), True, timeout=240), strict=True):
+    for result, again in zip(ranks, run_ranks(4, train, str(tmp_path), True, replicas, timeout=240), strict=True):
         assert again["losses"] == result["losses"][6:]
         assert again["weights"].tobytes() == result["weights"].tobytes()
         assert again["steps"] == result["steps"]
 
 
-def refused(rank: int, world_size: int) -> dict[str, str]:
-    from hf_compressopt import OnebitAdam
-
-    rows: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
-        "dp_replicate_size=NODES": ({"replicas": 1}, {"grad_compression": "int4"}, False),
-        "fsdp_version=2": ({"replicas": 1, "version": 1}, {"grad_compression": "int4"}, False),
-        "node_bits=16": ({"replicas": 2}, {"grad_compression": "int4", "node_bits": 16}, False),
-        "ZeroOptimizer works with DistributedDataParallel": (
-            {"replicas": 2},
-            {"grad_compression": "int4", "zero_stage": 2},
-            False,
-        ),
-        "OnebitAdam works with DistributedDataParallel": ({"replicas": 2}, {"optimizer": "none"}, True),
-    }
-    found = {}
-    for text, (setup, options, ours) in rows.items():
-        accelerator = accelerator_of(rank, world_size, **setup, **options)
-        model = small_model()
+@on_ranks(4, timeout=120)
+def test_accelerate_refuses_by_name(rank: int, world_size: int) -> None:
+    int4 = {"grad_compression": "int4"}
+    rows: list[tuple[str, dict[str, Any], bool]] = [
+        ("needs a mesh of 1 dimension", {"replicas": 2, "param_compression": "int4", **int4}, False),
+        ("fsdp_version=2", {"replicas": 1, "version": 1, **int4}, False),
+        ("node_bits=16", {"replicas": 2, "node_bits": 16, **int4}, False),
+        ("ZeroOptimizer works with DistributedDataParallel", {"replicas": 2, "zero_stage": 2, **int4}, False),
+        ("OnebitAdam works with DistributedDataParallel", {"replicas": 2, "optimizer": "none"}, True),
+    ]
+    for text, options, ours in rows:
+        accelerator, model = accelerator_of(rank, world_size, **options), small_model()
         params = model.parameters()
         optimizer = OnebitAdam(params, freeze_step=2) if ours else torch.optim.AdamW(params)
-        try:
+        with pytest.raises(ValueError, match=text):
             accelerator.prepare(model, optimizer)
-        except ValueError as error:
-            found[text] = str(error)
-    return found
 
 
-def test_accelerate_refuses_by_name() -> None:
-    for found in run_ranks(4, refused, timeout=120):
-        assert len(found) == 5, found
-        for text, error in found.items():
-            assert text in error
-
-
-def train_with_trainer(rank: int, world_size: int, folder: str, resume: str | None) -> dict[str, Any]:
-    arguments = {"output_dir": folder, "optim_args": "grad_compression=int4", "save_strategy": "steps", "save_steps": 4}
+def train_with_trainer(
+    rank: int, world_size: int, folder: str, resume: str | None, replicas: int, options: str
+) -> dict[str, Any]:
+    arguments = {"output_dir": folder, "optim_args": f"grad_compression=int4{options}", "bf16": replicas == 1}
+    arguments |= {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
     trainer = make_trainer(rank, world_size, Run(arguments, dropout=0.0))
     trainer.remove_callback(trainer.watch)
-    as_on_gpus(trainer.accelerator, world_size, 2)
+    as_on_gpus(trainer.accelerator, world_size, replicas)
     trainer.is_fsdp_enabled = True
     trainer.train(resume_from_checkpoint=resume)
     (state,) = trainer.accelerator._compressopt.compressions()
@@ -122,11 +111,14 @@ def train_with_trainer(rank: int, world_size: int, folder: str, resume: str | No
 
 
 @pytest.mark.full
-def test_trainer_compresses_between_replicas_and_resumes(tmp_path: Path) -> None:
-    ranks = run_ranks(4, train_with_trainer, str(tmp_path), None, timeout=240)
-    again = run_ranks(4, train_with_trainer, str(tmp_path / "again"), str(tmp_path / "checkpoint-4"), timeout=240)
+@pytest.mark.parametrize(("replicas", "options"), [(2, ""), (1, ""), (1, ",param_compression=int4")])
+def test_trainer_compresses_and_resumes(replicas: int, options: str, tmp_path: Path) -> None:
+    how = replicas, options
+    ranks = run_ranks(4, train_with_trainer, str(tmp_path), None, *how, timeout=240)
+    again = run_ranks(4, train_with_trainer, str(tmp_path / "again"), str(tmp_path / "checkpoint-4"), *how, timeout=240)
     for rank, (result, other) in enumerate(zip(ranks, again, strict=True)):
-        assert result["weights"].tobytes() == ranks[rank % 2]["weights"].tobytes()
+        if replicas > 1:
+            assert result["weights"].tobytes() == ranks[rank % 2]["weights"].tobytes()
         assert result["weights"].tobytes() == other["weights"].tobytes()
         assert result["steps"] == other["steps"] == 8
     last = [row for row in ranks[0]["history"] if "loss" in row][-1]

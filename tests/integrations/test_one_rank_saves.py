@@ -6,10 +6,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
-from tests.support.harness import run_ranks
-from tests.support.trainer_runs import Run, equal_params, make_trainer, same_on_all_ranks, use_accelerate
+from hf_compressopt import CompressOptAccelerator, ZeroOneAdam
+from tests.support.harness import on_ranks, run_ranks
+from tests.support.trainer_runs import (
+    Run,
+    equal_params,
+    make_trainer,
+    network,
+    params_of,
+    same_on_all_ranks,
+    take_steps,
+    use_accelerate,
+)
 
 ZERO_ONE = {"optim": "zero_one_adam", "optim_args": "var_freeze_step=3,local_step_scaler=1,local_step_clipper=4"}
 
@@ -65,38 +74,23 @@ def test_rank_0_alone_saves_in_callbacks_and_after_the_training(best: bool, tmp_
         assert equal_params(saved(Path(found[0]["best"])), found[0]["params"])
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def accelerate_saves(rank: int, world_size: int, directory: str) -> list[Any]:
+@on_ranks(2)
+def test_accelerate_saves_and_returns_the_parameters_of_the_last_sync(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     use_accelerate(rank, world_size)
-    from hf_compressopt import CompressOptAccelerator, ZeroOneAdam
-
-    accelerator = CompressOptAccelerator(cpu=True)
-    inner = network()
+    accelerator, inner = CompressOptAccelerator(cpu=True), network()
     intervals = {"var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 4}
     model, optimizer = accelerator.prepare(inner, ZeroOneAdam(inner.parameters(), lr=1e-2, **intervals))
-    rows: list[Any] = []
     synced: dict[str, torch.Tensor] = {}
+    apart = 0
     for step in range(8):
-        accelerator.backward(model(torch.full((2, 6), 1.0 + rank + step)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-        alike = same_on_all_ranks(inner.parameters())
-        own = {name: p.detach().clone() for name, p in inner.named_parameters()}
-        synced = own if alike else synced
+        take_steps(accelerator, model, optimizer, rank, [step])
+        alike, own = same_on_all_ranks(inner.parameters()), params_of(accelerator, model)
+        synced, apart = own if alike else synced, apart + (not alike)
         if rank == 0:  # alone
-            state = accelerator.get_state_dict(model)
-            accelerator.save_model(model, f"{directory}/{step}")
-            written = load_file(f"{directory}/{step}/model.safetensors")
-            rows.append((alike, equal_params(dict(state), synced), equal_params(written, synced)))
+            assert equal_params(dict(accelerator.get_state_dict(model)), synced)
+            accelerator.save_model(model, f"{tmp_path}/{step}")
+            assert equal_params(load_file(f"{tmp_path}/{step}/model.safetensors"), synced)
         assert equal_params(own, dict(inner.named_parameters()))
-    return rows
-
-
-def test_accelerate_saves_and_returns_the_parameters_of_the_last_sync(tmp_path: Path) -> None:
-    rows = run_ranks(2, accelerate_saves, str(tmp_path))[0]
-    assert [alike for alike, _, _ in rows].count(False) > 2
-    assert all(state and written for _, state, written in rows), rows
+    assert apart > 2

@@ -34,7 +34,7 @@ ONEBIT: dict[str, Any] = {"optimizer": "onebit_adam"}
         ({"grad_compression": "4bit"}, "grad_compression must be one of"),
         ({"grad_compression": "int4", "bucket_cap_mb": 0.0}, "bucket_cap_mb must be > 0"),
         ({"optimizer": "onebit_lamb", "grad_compression": "int4"}, "onebit_lamb sends gradients in a way of its own"),
-        ({"param_compression": "int4"}, "param_compression=int4 is an option of ZeRO, under"),
+        ({"param_compression": "int4"}, "param_compression=int4 is an option of ZeRO and of"),
         ({**ONEBIT, "zero_stage": 1, "param_compression": "int4"}, "param_compression=int4 is an option of ZeRO"),
         ({"zero_stage": 3}, "zero_stage must be 0, 1 or 2, got 3"),
         ({"optimizer": "zero_one_adam", "zero_stage": 2}, "zero_stage=2 is not supported with zero_one_adam"),

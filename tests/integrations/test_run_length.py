@@ -5,16 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.support.harness import run_ranks
+from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.logs import log_lines
-from tests.support.trainer_runs import Run, make_trainer, use_accelerate
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(10, 3)
+from tests.support.trainer_runs import Run, make_trainer, network, use_accelerate
 
 
 def plug_in(
@@ -22,8 +17,6 @@ def plug_in(
 ) -> dict[str, Any]:
     use_accelerate(rank, world_size)
     from transformers import get_linear_schedule_with_warmup
-
-    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
 
     accelerator = CompressOptAccelerator(
         cpu=True, compressopt_plugin=CompressOptPlugin(**options), step_scheduler_with_optimizer=scheduler != "manual"
@@ -132,20 +125,22 @@ def test_trainer_says_once_that_nothing_is_compressed(
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "bits", "lr_warmup", "switch"),
+    ("name", "steps", "bits", "lr_warmup", "beta2", "switch"),
     [
-        ("onebit_adam", 20, 4, 0, None),
-        ("zero_one_adam", 30, 8, 3, None),
-        ("onebit_lamb", 30, 32, 0, 6),
-        ("zero_one_adam", 30, 32, 3, 6),  # the bound is 3, and yields to the learning rate's warmup
-        pytest.param("onebit_adam", 400, 4, 60, 120, marks=pytest.mark.full),
-        pytest.param("zero_one_adam", 310, 4, 0, 100, marks=pytest.mark.full),
+        ("onebit_adam", 20, 4, 0, 0.999, None),
+        ("zero_one_adam", 30, 8, 3, 0.999, None),
+        ("onebit_lamb", 30, 32, 0, 0.999, 6),
+        ("zero_one_adam", 30, 32, 3, 0.999, 6),  # the bound is 3, and yields to the learning rate's warmup
+        pytest.param("onebit_adam", 400, 4, 60, 0.999, None, marks=pytest.mark.full),
+        pytest.param("onebit_adam", 400, 4, 60, 0.99, 120, marks=pytest.mark.full),
+        pytest.param("zero_one_adam", 310, 4, 0, 0.99, 100, marks=pytest.mark.full),
     ],
 )
 def test_trainer_ends_the_warmup_stage_by_the_length_of_the_run(
-    name: str, steps: int, bits: int, lr_warmup: int, switch: int | None, tmp_path: Path
+    name: str, steps: int, bits: int, lr_warmup: int, beta2: float, switch: int | None, tmp_path: Path
 ) -> None:
     arguments = {"optim": name, "optim_args": f"warmup_bits={bits}", "max_steps": steps, "warmup_steps": lr_warmup}
+    arguments["adam_beta2"] = beta2
     found = run_ranks(2, trainer_run, str(tmp_path), {**arguments, "save_strategy": "no"}, False, timeout=300)
     said = [sum(f"the warmup stage takes all {steps} steps" in line for line in rank["lines"]) for rank in found]
     switches = [sum(f"freeze_step=auto: found {switch} " in line for line in rank["lines"]) for rank in found]
@@ -155,28 +150,24 @@ def test_trainer_ends_the_warmup_stage_by_the_length_of_the_run(
     assert not any("compresses nothing" in line or "learnt little" in line for rank in found for line in rank["lines"])
 
 
-def two_optimizers(rank: int, world_size: int) -> list[float]:
+@on_ranks(2)
+def test_a_skipped_step_holds_the_scheduler_of_its_own_optimizer_only(rank: int, world_size: int) -> None:
     """A generator and a discriminator under the plugin; the step of one is skipped."""
     use_accelerate(rank, world_size)
-    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
-
     accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=CompressOptPlugin(freeze_step=2))
     models = [network(), network()]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1.0) for model in models]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in optimizers]
-    *models, a, b, first, second = accelerator.prepare(*models, *optimizers, *schedulers)
+    prepared = accelerator.prepare(*models, *optimizers, *schedulers)
+    models, optimizers, schedulers = prepared[:2], prepared[2:4], prepared[4:]
     for step in range(3):
-        for index, (model, optimizer) in enumerate(zip(models, (a, b), strict=True)):
+        for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             loss = model(torch.ones(2, 10)).sum()
             accelerator.backward(loss * float("inf") if step == 1 and index == 0 else loss)
             optimizer.step()
             optimizer.zero_grad()
-        first.step()
-        second.step()
-    return [first.get_last_lr()[0], second.get_last_lr()[0], a.optimizer.skipped_steps, b.optimizer.skipped_steps]
-
-
-def test_a_skipped_step_holds_the_scheduler_of_its_own_optimizer_only() -> None:
-    for first, second, skipped, other in run_ranks(2, two_optimizers):
-        assert (skipped, other) == (1, 0)
-        assert first == pytest.approx(1 / 5) and second == pytest.approx(1 / 7)  # two steps of each scheduler a step
+        for scheduler in schedulers:
+            scheduler.step()
+    assert [optimizer.optimizer.skipped_steps for optimizer in optimizers] == [1, 0]
+    rates = [scheduler.get_last_lr()[0] for scheduler in schedulers]
+    assert rates == pytest.approx([1 / 5, 1 / 7])  # two steps of each scheduler a step

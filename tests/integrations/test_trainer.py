@@ -9,7 +9,7 @@ import torch
 
 from tests.support.harness import run_ranks
 from tests.support.spreading import short
-from tests.support.trainer_runs import VARIANTS, Run, equal_params, train
+from tests.support.trainer_runs import VARIANTS, Run, equal_params, logged, losses, train
 
 FREEZE = 3
 ONEBIT = {"optim": "onebit_adam", "optim_args": f"freeze_step={FREEZE}, bucket_cap_mb=0.02, scale_block=256"}
@@ -34,8 +34,7 @@ def test_warmup_has_the_bits_of_adamw_torch_under_ddp(name: str, tmp_path: Path)
     assert plain[0]["optimizer"] == "AdamW" and onebit[0]["optimizer"] == "OnebitAdam"
     assert equal_params(plain[0]["params"], onebit[0]["params"])
     assert all(onebit[0]["alike"]) and onebit[0]["model_class"] == "DistributedDataParallel"
-    losses = [[row["loss"] for row in result[0]["history"] if "loss" in row] for result in (plain, onebit)]
-    assert losses[0] == losses[1] and len(losses[0]) == 6
+    assert losses(plain[0]) == losses(onebit[0]) and len(losses(plain[0])) == 6
 
 
 def test_the_logged_norm_does_not_leap_at_the_switch(tmp_path: Path) -> None:
@@ -95,7 +94,7 @@ def test_resume_is_the_uninterrupted_run_and_replicas_stay_alike(
         assert equal_params(result["params"], whole[0]["params"])
     assert whole[0]["metrics"]["stage"] == 1.0 and whole[0]["model_class"] == "DistributedDataParallel"
     assert whole[0]["metrics"]["compression_ratio"] > 2
-    stages = [row["compressopt/stage"] for row in whole[0]["history"] if "loss" in row]
+    stages = logged(whole[0], "compressopt/stage")
     assert stages == [0.0] * FREEZE + [1.0] * (8 - FREEZE)
     for step in saved:
         arguments = {**ONEBIT, "output_dir": str(tmp_path / "resumed")}

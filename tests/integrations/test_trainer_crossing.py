@@ -8,10 +8,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_compressopt import cli
+import hf_compressopt
+from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, cli
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.made_once import made_once
-from tests.support.trainer_runs import OLD_HOST, Run, equal_params, losses, train, use_accelerate
+from tests.support.trainer_runs import (
+    OLD_HOST,
+    Run,
+    equal_params,
+    logged,
+    losses,
+    network,
+    params_of,
+    take_steps,
+    train,
+    use_accelerate,
+)
 
 pytestmark = pytest.mark.skipif(
     OLD_HOST, reason="this transformers resumes with the batch size per rank of the checkpoint"
@@ -168,7 +180,7 @@ def test_a_run_goes_on_with_another_optimizer(
         assert result["metrics"]["step"] == STEPS
         assert result["metrics"]["stage"] == (0.0 if options == "warmup" else 1.0)
     if name in COMPRESSED and options == "warmup_bits=32":
-        stages = [row["compressopt/stage"] for row in result["history"] if "compressopt/stage" in row]
+        stages = logged(result, "compressopt/stage")
         assert stages == [0.0] + [1.0] * (STEPS - SAVED - 1), "warmup ends with the first step"
 
 
@@ -183,28 +195,19 @@ def test_what_adamw_cannot_go_on_from_is_refused_on_all_ranks(folder: Path, whol
 def accelerate_loop(rank: int, world_size: int, name: str, folder: str, first: int, last: int) -> list[torch.Tensor]:
     """Steps [first, last) with gradients that are alike on all ranks; saved at the end, and loaded where first > 0."""
     use_accelerate(rank, world_size)
-    import hf_compressopt
-    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
-
-    zero = int(name.removeprefix("zero")) if name.startswith("zero") else 0
-    plugin = CompressOptPlugin(zero_stage=zero) if zero else None
+    plugin = CompressOptPlugin(zero_stage=int(name[-1])) if name.startswith("zero") else None
     accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin)
-    torch.manual_seed(0)
-    model = torch.nn.Linear(7, 3)
+    model = network()
     cls = getattr(hf_compressopt, name, torch.optim.AdamW)
     more = {"warmup_bits": 32} if name == "OnebitAdam" else {}
     model, optimizer = accelerator.prepare(model, cls(model.parameters(), lr=0.01, weight_decay=0.01, **more))
     if first:
         accelerator.load_state(folder)
-    for step in range(first, last):
-        inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
-        accelerator.backward(model(inputs).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(accelerator, model, optimizer, 0, range(first, last))
     if not first:
         accelerator.save_state(folder)
         accelerator.wait_for_everyone()
-    return [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
+    return list(params_of(accelerator, model).values())
 
 
 @pytest.mark.invariant(2)

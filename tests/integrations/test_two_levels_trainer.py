@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.harness import run_ranks
-from tests.support.trainer_runs import Run, train
+from tests.support.trainer_runs import Run, losses, train_all
 
 OPTIMIZERS = {
     "onebit_adam": "freeze_step=3,topology=hierarchical,node_size=2,node_bits=16",
@@ -18,19 +18,15 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_trainer_trains_in_two_levels(optim: str, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"output_dir": str(tmp_path), "optim": optim, "adam_epsilon": 1e-5}
-    flat = OPTIMIZERS[optim].partition(",")[0]
-    runs = {
-        name: run_ranks(4, train, Run({**arguments, "optim_args": given}), timeout=240)
-        for name, given in (("flat", flat), ("two levels", OPTIMIZERS[optim]))
-    }
-    losses = {name: [row["loss"] for row in ranks[0]["history"] if "loss" in row] for name, ranks in runs.items()}
-    assert all(all(result["alike"]) for result in runs["two levels"])
+    given = (OPTIMIZERS[optim].partition(",")[0], OPTIMIZERS[optim])
+    ranks = run_ranks(4, train_all, *(Run({**arguments, "optim_args": own}) for own in given), timeout=240)
+    assert all(all(levels["alike"]) for _, levels in ranks)
+    flat, levels = ranks[0]
     if optim != "zero2_adamw":  # which sums in another order only
-        assert losses["two levels"] != losses["flat"]
-    assert losses["two levels"] == pytest.approx(losses["flat"], abs=0.1)
-    last = {name: [row for row in ranks[0]["history"] if "loss" in row][-1] for name, ranks in runs.items()}
-    assert "compressopt/bytes_sent_in_node" not in last["flat"]
-    assert last["two levels"]["compressopt/bytes_sent_in_node"] > 0
+        assert losses(levels) != losses(flat)
+    assert losses(levels) == pytest.approx(losses(flat), abs=0.1)
+    one, two = ([row for row in result["history"] if "loss" in row][-1] for result in (flat, levels))
+    assert "compressopt/bytes_sent_in_node" not in one and two["compressopt/bytes_sent_in_node"] > 0
     if optim != "onebit_adam":  # OnebitAdam's sketch is most of what it sends for so small a model
-        sent = {name: row["compressopt/bytes_sent_step"] for name, row in last.items()}
-        assert sent["two levels"] < 0.36 * sent["flat"]  # a rank's part to 1 other rank instead of to 3
+        # a rank's part to 1 other rank instead of to 3
+        assert two["compressopt/bytes_sent_step"] < 0.36 * one["compressopt/bytes_sent_step"]

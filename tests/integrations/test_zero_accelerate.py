@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.integrations.test_accelerate import Recorder, batch, network
-from tests.support.harness import run_ranks, run_ranks_expecting_error
-from tests.support.trainer_runs import equal_params, same_on_all_ranks, use_accelerate
+from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, ZeroOptimizer, attach
+from tests.integrations.test_accelerate import Recorder
+from tests.support.harness import on_ranks, run_ranks
+from tests.support.trainer_runs import equal_params, loss_of, network, params_of, same_on_all_ranks, use_accelerate
 
 STEPS = 6
 
@@ -18,8 +19,6 @@ STEPS = 6
 def make(how: str) -> tuple[Any, ...]:
     """accelerator, model, optimizer, scheduler, prepared."""
     from accelerate import Accelerator
-
-    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, ZeroOptimizer, attach
 
     torch.manual_seed(int(os.environ["RANK"]))  # prepare() is to make the models alike, as DDP does
     model = network()
@@ -52,8 +51,7 @@ def loop(rank: int, world_size: int, how: str, directory: str = "", resume: bool
     for step in range(3 if resume else 0, STEPS):
         for number in range(2):
             with accelerator.accumulate(model):
-                inputs, targets = batch(rank, 10 * step + number)
-                accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+                accelerator.backward(loss_of(model, rank, 10 * step + number))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
@@ -67,7 +65,7 @@ def loop(rank: int, world_size: int, how: str, directory: str = "", resume: bool
     assert all(alike)
     inner = optimizer.optimizer
     return {
-        "params": {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()},
+        "params": params_of(accelerator, model),
         "class": type(inner).__name__,
         "lr": inner.param_groups[0]["lr"],
         "logged": logged,
@@ -96,29 +94,23 @@ def test_save_state_and_load_state(how: str, tmp_path: Path) -> None:
     assert equal_params(whole[0]["params"], resumed[0]["params"])
 
 
-def refuse(rank: int, world_size: int, what: str) -> None:
-    use_accelerate(rank, world_size)
-    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, ZeroOptimizer
+@on_ranks(2)
+def test_what_cannot_be_had_is_refused(rank: int, world_size: int) -> None:
+    def half(model: nn.Module, accelerator: Any) -> list[Any]:
+        adamw = torch.optim.AdamW(model[2].parameters())
+        return [model, ZeroOptimizer(model[0].parameters(), torch.optim.AdamW), adamw]
 
-    plugin = CompressOptPlugin(zero_stage=2) if what == "LBFGS" else None
-    accelerator, model = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin), network()
-    if what == "LBFGS":
-        accelerator.prepare(torch.optim.LBFGS(model.parameters()))
-    elif what == "model first":
-        accelerator.prepare(accelerator.prepare(model), ZeroOptimizer(model.parameters(), torch.optim.AdamW))
-    else:
-        objects = [model, ZeroOptimizer(model[0].parameters(), torch.optim.AdamW)]
-        accelerator.prepare(*(objects + [torch.optim.AdamW(model[2].parameters())])[:: 1 if what == "two" else -1])
+    def model_first(model: nn.Module, accelerator: Any) -> list[Any]:
+        return [accelerator.prepare(model), ZeroOptimizer(model.parameters(), torch.optim.AdamW)]
 
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("two", "nobody would average"),
-        ("two, reversed", "nobody would average"),
-        ("model first", "give both to one prepare"),
-        ("LBFGS", "LBFGS cannot be partitioned"),
-    ],
-)
-def test_what_cannot_be_had_is_refused(what: str, message: str) -> None:
-    assert all(message in error for error in run_ranks_expecting_error(2, refuse, what).values())
+    for plugin, objects, message in (
+        (None, half, "nobody would average"),
+        (None, lambda *given: half(*given)[::-1], "nobody would average"),
+        (None, model_first, "give both to one prepare"),
+        (2, lambda model, _: [torch.optim.LBFGS(model.parameters())], "LBFGS cannot be partitioned"),
+    ):
+        use_accelerate(rank, world_size)
+        own = CompressOptPlugin(zero_stage=plugin) if plugin else None
+        accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=own)
+        with pytest.raises(ValueError, match=message):
+            accelerator.prepare(*objects(network(), accelerator))

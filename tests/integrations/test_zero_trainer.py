@@ -1,22 +1,17 @@
 """Trainer with `--optim zero1_adamw` and `zero2_adamw` beside its default AdamW under DDP."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.harness import run_ranks
 from tests.support.spreading import short
-from tests.support.trainer_runs import VARIANTS, Run, losses, train
+from tests.support.trainer_runs import VARIANTS, Run, logged, losses, train, train_all
 
 #: Of VARIANTS; the second ones are for the long tests.
 SHORT = ("plain", "accumulation", "gradient_checkpointing", "find_unused_parameters", "scaler")
 EACH = (*SHORT, "clipping", "bf16_autocast", "reentrant", "torch_compile", "partly_frozen", "evaluate_before_train")
-
-
-def run_all(rank: int, world_size: int, runs: list[Run]) -> list[dict[str, Any]]:
-    return [train(rank, world_size, run) for run in runs]
 
 
 @pytest.mark.parametrize("name", short(EACH, SHORT))
@@ -28,7 +23,7 @@ def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Pa
         Run({**arguments, "optim": "zero1_adamw"}, **more),
         Run({**arguments, "optim": "zero2_adamw", "optim_args": "reduce_bucket_size=3000"}, **more),
     ]
-    plain, *partitioned = run_ranks(2, run_all, runs, timeout=240)[0]
+    plain, *partitioned = run_ranks(2, train_all, *runs, timeout=240)[0]
     assert plain["optimizer"] == "AdamW" and plain["model_class"] == "DistributedDataParallel"
     for result in partitioned:
         assert result["fused"] == plain["fused"] is True
@@ -41,7 +36,7 @@ def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Pa
         assert worst <= (1e-5 if name == "bf16_autocast" else 1e-6), worst
         if name == "scaler":
             continue  # Accelerate's own reports the norm of scaled gradients here
-        norms = [[row["grad_norm"] for row in r["history"] if "grad_norm" in row] for r in (result, plain)]
+        norms = [logged(r, "grad_norm") for r in (result, plain)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
@@ -64,7 +59,7 @@ def test_zero_stage_in_optim_args_wraps_element_wise_optimizers_and_lamb(tmp_pat
         for name in names
         for extra in ({}, {"optim_args": "zero_stage=2, bucket_cap_mb=0.1"})
     ]
-    results = run_ranks(2, run_all, runs, timeout=240)[0]
+    results = run_ranks(2, train_all, *runs, timeout=240)[0]
     for plain, partitioned in zip(results[::2], results[1::2], strict=True):
         assert partitioned["optimizer"] == "ZeroOptimizer"
         assert losses(plain) == pytest.approx(losses(partitioned), abs=5e-7)

@@ -11,6 +11,7 @@ from hf_compressopt.flat import chunk_range
 from hf_compressopt.kernels import Combination, Commit, IntegerAverage, IntegerFormat, Segment, any_nan, scales_of
 from hf_compressopt.kernels.messages import chunk_integer_message_nbytes, integer_message_nbytes
 
+pytestmark = pytest.mark.usefixtures("implementation")
 CPU = torch.device("cpu")
 BITS = pytest.mark.parametrize("bits", [4, 8])
 
@@ -34,7 +35,6 @@ def decoded(messages: Tensor, numel: int, bits: int) -> Tensor:
 # -- layout -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("implementation")
 def test_a_message_of_four_bits_by_hand() -> None:
     u = torch.tensor([7.0, -7.0, 1.0, -1.0, 0.4, 2.5, 3.5, -2.5, 6.0, -6.6])  # the scale is 1; ties go to even
     #          7, -7 -> 9;  1, -1 -> f;  0, 2;  4, -2 -> e;  6, -7 -> 9; eight elements at a time
@@ -43,7 +43,6 @@ def test_a_message_of_four_bits_by_hand() -> None:
     assert decoded(compressed(u, 4), 10, 4).tolist() == [7, -7, 1, -1, 0, 2, 4, -2, 6, -7]
 
 
-@pytest.mark.usefixtures("implementation")
 def test_a_message_of_eight_bits_by_hand() -> None:
     u = torch.tensor([127.0, -127.0, 0.5, 1.5, -0.5, -1.5, 3.0, -100.0, 64.0])
     integers_of_u = [127, -127, 0, 2, 0, -2, 3, -100, 64, 0, 0, 0, 0, 0, 0, 0]
@@ -51,7 +50,6 @@ def test_a_message_of_eight_bits_by_hand() -> None:
     assert bytes(compressed(u, 8).tolist()) == expected
 
 
-@pytest.mark.usefixtures("implementation")
 def test_blocks_are_counted_from_the_start_of_a_chunk() -> None:
     numel = 2 * 136  # of two ranks: a block of 128, and one of 8
     u = torch.cat([torch.full((128,), 7.0), torch.full((8,), 14.0), torch.full((128,), -28.0), torch.zeros(8)])
@@ -75,7 +73,6 @@ def test_lengths() -> None:
 # -- arithmetic, against float64 --------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("implementation")
 @BITS
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_against_float64(bits: int, size: float) -> None:
@@ -99,7 +96,6 @@ def test_against_float64(bits: int, size: float) -> None:
     assert bool((residual.double().abs() <= wide / 2 * (1 + 2**-20)).all())
 
 
-@pytest.mark.usefixtures("implementation")
 @BITS
 def test_every_scale_is_rounded_to_the_nearest(bits: int) -> None:
     limit = 2 ** (bits - 1) - 1
@@ -115,7 +111,6 @@ def test_every_scale_is_rounded_to_the_nearest(bits: int) -> None:
 
 
 @pytest.mark.invariant(38)
-@pytest.mark.usefixtures("implementation")
 @BITS
 def test_the_message_of_what_a_message_stands_for_is_the_same(bits: int) -> None:
     """Also where the largest of a block is halfway between two scales."""
@@ -131,7 +126,6 @@ def test_the_message_of_what_a_message_stands_for_is_the_same(bits: int) -> None
     assert levels.abs().amax(dim=1).unique().tolist() == [limit]
 
 
-@pytest.mark.usefixtures("implementation")
 @BITS
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8])
 def test_the_average_against_float64(bits: int, world_size: int) -> None:
@@ -150,7 +144,6 @@ def test_the_average_against_float64(bits: int, world_size: int) -> None:
 # -- numbers at the edges ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("implementation")
 @BITS
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, -1.8e38])
 def test_what_is_not_finite_marks_its_block_and_no_other(bits: int, value: float) -> None:
@@ -172,7 +165,6 @@ def test_what_is_not_finite_marks_its_block_and_no_other(bits: int, value: float
         assert not bool(any_nan(IntegerAverage(numel, clean, 1, bits, clean.numel())))
 
 
-@pytest.mark.usefixtures("implementation")
 @BITS
 def test_blocks_of_zeros_and_of_tiny_numbers_are_zero(bits: int) -> None:
     limit = 2 ** (bits - 1) - 1
@@ -183,7 +175,6 @@ def test_blocks_of_zeros_and_of_tiny_numbers_are_zero(bits: int) -> None:
         assert torch.equal(decoded(message, 200, bits), torch.full((200,), value if kept else 0.0))
 
 
-@pytest.mark.usefixtures("implementation")
 @BITS
 def test_the_largest_numbers_decode_to_finite_ones(bits: int) -> None:
     u = torch.tensor([2.0**127, -(2.0**127), 2.0**126 * 1.99, 1.0])
@@ -195,7 +186,6 @@ def test_the_largest_numbers_decode_to_finite_ones(bits: int) -> None:
 # -- a step -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("implementation")
 @BITS
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_steps_of_several_ranks_lose_nothing(bits: int, world_size: int) -> None:
@@ -230,7 +220,6 @@ def test_steps_of_several_ranks_lose_nothing(bits: int, world_size: int) -> None
     torch.testing.assert_close(received + left, sent, rtol=0, atol=2e-5)
 
 
-@pytest.mark.usefixtures("implementation")
 @BITS
 def test_until_the_commit_a_step_changes_no_error(bits: int) -> None:
     grad, error, server_error = normal(700), normal(700, 1), normal(700, 2)
@@ -244,7 +233,6 @@ def test_until_the_commit_a_step_changes_no_error(bits: int) -> None:
     assert torch.equal(error, normal(700, 1)) and torch.equal(server_error, normal(700, 2))
 
 
-@pytest.mark.usefixtures("implementation")
 @BITS
 def test_a_commit_in_place_writes_what_a_commit_elsewhere_writes(bits: int) -> None:
     numel = 1_001

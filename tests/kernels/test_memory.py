@@ -25,7 +25,7 @@ from hf_compressopt.kernels import (
 )
 from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
 from hf_compressopt.kernels.memory import in_memory
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.harness import on_ranks
 
 CPU = torch.device("cpu")
 NUMEL = 1000
@@ -109,48 +109,33 @@ def lamb_apply(k: Any, use: Operands) -> None:
     k.lamb_apply_(m, v, use.segments("parameters", written=True), rates, LAMB)
 
 
-READ = [
-    (compress, ("x", "gradients", "factors")),
-    (combine, ("x", "gradients")),
-    (decompress, ("values",)),
-    (apply_adam, ("values", "exp_avg_sq", "corrections")),
-    (local_step, ("gradients", "exp_avg_sq")),
-    (sync_parameters, ("values", "exp_avg_sq")),
-    (lamb_moments, ("values", "exp_avg_sq", "factors", "parameters")),
-    (lamb_apply, ("exp_avg", "exp_avg_sq", "rates")),
-]
-WRITTEN = [
-    (compress, ("error", "messages")),
-    (combine, ("out",)),
-    (decompress, ("out",)),
-    (apply_adam, ("exp_avg", "parameters")),
-    (local_step, ("exp_avg", "local_update", "parameters")),
-    (sync_parameters, ("exp_avg", "anchor", "local_update", "parameters")),
-    (lamb_moments, ("exp_avg", "exp_avg_sq_fresh", "sums")),
-    (lamb_apply, ("parameters",)),
+#: Kernels, the operands that they read, and those that they write.
+KERNELS: list[tuple[Callable[[Any, Operands], None], str, str]] = [
+    (compress, "x gradients factors", "error messages"),
+    (combine, "x gradients", "out"),
+    (decompress, "values", "out"),
+    (apply_adam, "values exp_avg_sq corrections", "exp_avg parameters"),
+    (local_step, "gradients exp_avg_sq", "exp_avg local_update parameters"),
+    (sync_parameters, "values exp_avg_sq", "exp_avg anchor local_update parameters"),
+    (lamb_moments, "values exp_avg_sq factors parameters", "exp_avg exp_avg_sq_fresh sums"),
+    (lamb_apply, "exp_avg exp_avg_sq rates", "parameters"),
 ]
 
 
-@pytest.mark.parametrize("kernel, names", READ, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_lazily_negated_operand_that_is_read_gives_the_same_numbers(
-    native_library: None, kernel: Callable[[Any, Operands], None], names: tuple[str, ...]
+@pytest.mark.parametrize("kernel, read, written", KERNELS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_lazily_negated_operand_gives_the_same_numbers_or_is_refused_if_it_is_written(
+    native_library: None, kernel: Callable[[Any, Operands], None], read: str, written: str
 ) -> None:
     for implementation in (native, reference):
         plain = Operands("")
         kernel(implementation, plain)
-        for name in names:
+        for name in read.split():
             turned = Operands(name)
             kernel(implementation, turned)
             assert turned.used
             for got, expected in zip(turned.written, plain.written, strict=True):
                 assert torch.equal(got, expected), name
-
-
-@pytest.mark.parametrize("kernel, names", WRITTEN, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_lazily_negated_operand_that_is_written_is_refused(
-    native_library: None, kernel: Callable[[Any, Operands], None], names: tuple[str, ...]
-) -> None:
-    for name in names:
+    for name in written.split():
         turned = Operands(name)
         with pytest.raises(ValueError, match=rf"{name} must be .*negated lazily: call resolve_neg\(\) first"):
             kernel(native, turned)
@@ -302,7 +287,7 @@ def test_a_gradient_without_memory_is_refused_and_nothing_changes() -> None:
 # -- the optimizers ---------------------------------------------------------------------------------------------------
 
 
-def train_complex(rank: int, world_size: int, kind: type[Any], options: dict[str, Any], plain: bool) -> list[Tensor]:
+def train_complex(rank: int, kind: type[Any], options: dict[str, Any], plain: bool) -> list[Tensor]:
     """Steps of a network with complex arithmetic, in which autograd makes lazily negated gradients."""
     torch.manual_seed(0)
     a, b = (nn.Parameter(torch.rand(())) for _ in range(2))
@@ -340,14 +325,12 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=lambda value: getattr(value, "__name__", None))
 @pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
 def test_lazily_negated_gradients_and_parameters_train_as_plain_ones(
-    kind: type[Any], options: dict[str, Any], world_size: int
+    rank: int, world_size: int, kind: type[Any], options: dict[str, Any]
 ) -> None:
-    expected = run_ranks(world_size, train_complex, kind, options, True)
-    got = run_ranks(world_size, train_complex, kind, options, False)
-    for theirs, ours in zip(expected, got, strict=True):
-        for one, other in zip(theirs, ours, strict=True):
-            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+    expected, got = (train_complex(rank, kind, options, plain) for plain in (True, False))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_that_cannot_be_written_in_place_are_clipped() -> None:
@@ -362,25 +345,6 @@ def test_gradients_that_cannot_be_written_in_place_are_clipped() -> None:
         torch.testing.assert_close(param.grad, torch.full((4,), 12**-0.5))
     optimizer.step()
     assert torch.equal(params[2], torch.ones(4)) and torch.equal(params[0], params[1])
-
-
-def give_without_memory(rank: int, world_size: int) -> None:
-    param = nn.Parameter(torch.ones(8))
-    optimizer = OnebitAdam([("weight", param)], freeze_step=1)
-    for _ in range(2):
-        optimizer.step(grads=[torch.ones(8)])
-    before = param.detach().clone()
-    bad = torch._to_functional_tensor(torch.ones(8)) if rank == 1 else torch.ones(8)
-    try:
-        optimizer.step(grads=[bad])
-    finally:
-        assert torch.equal(param, before)
-
-
-def test_a_gradient_without_memory_on_one_rank_is_an_error_on_all() -> None:
-    errors = run_ranks_expecting_error(2, give_without_memory)
-    assert "the gradient of weight must hold its values in dense memory" in errors[1]
-    assert errors[0].startswith("RuntimeError: 1 other rank(s)")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -92,21 +92,6 @@ def test_the_bound_holds(name: str) -> None:
         assert result["freeze_step"] == found and result["stage"] == 1.0
 
 
-def test_bad_options_are_named() -> None:
-    for options, words in (
-        ({"freeze_step": "soon"}, "freeze_step must be an int >= 1, or 'auto', got 'soon'"),
-        ({"max_freeze_step": 0}, "max_freeze_step must be >= 1, got 0"),
-        ({"min_freeze_step": 0}, "min_freeze_step must be >= 1, got 0"),
-        ({"freeze_threshold": 1.5}, r"freeze_threshold must be in \(0, 1\], got 1.5"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            make("OnebitAdam", **options)
-    with pytest.raises(ValueError, match="total_steps must be >= 1, got 0"):
-        make("OnebitAdam", total_steps=0)
-    with pytest.raises(ValueError, match="var_freeze_step=3 are two names of one option"):
-        make("ZeroOneAdam", freeze_step=3, var_freeze_step=3)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_schedule_is_fitted_anew_until_the_first_step(name: str) -> None:
     """A Trainer with auto_find_batch_size tells another length of the run with every attempt."""

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from hf_compressopt import FusedAdam
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 
 MAX_NORM = 0.05
 
@@ -25,32 +27,24 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, clip: b
         optimizer.zero_grad()
 
 
-def fsdp2(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("world_size", "shape"), [(3, (3,)), (4, (2, 2))], ids=str)
+@on_ranks()
+def test_the_norm_of_fsdp2_is_taken_over_all_ranks(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
     """On one mesh of shards, and on replicas of shards, which count once."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     results = []
     for ours in (True, False):
         model = model_of()
         fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :]))
-        optimizer = (
-            FusedAdam(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1, max_grad_norm=MAX_NORM)
-            if ours
-            else torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1)
-        )
-        steps(model, optimizer, rank, clip=not ours)
+        options = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
+        cls, more = (FusedAdam, {"max_grad_norm": MAX_NORM}) if ours else (torch.optim.AdamW, {})
+        steps(model, cls(model.parameters(), **options, **more), rank, clip=not ours)
         results.append([p.full_tensor().detach() for p in model.parameters()])
     torch.testing.assert_close(*results, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
-def test_the_norm_of_fsdp2_is_taken_over_all_ranks(shape: tuple[int, ...]) -> None:
-    run_ranks(3 if shape == (3,) else 4, fsdp2, shape)
-
-
-def fsdp1(rank: int, world_size: int, use_orig_params: bool) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_shards_of_fsdp1_are_refused(rank: int, world_size: int, use_orig_params: bool) -> None:
 
     model = FullyShardedDataParallel(model_of(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     optimizer = FusedAdam(model.parameters(), lr=1e-2, max_grad_norm=MAX_NORM)
@@ -59,8 +53,3 @@ def fsdp1(rank: int, world_size: int, use_orig_params: bool) -> None:
     with pytest.raises(ValueError, match=r"FSDP1.*call model.clip_grad_norm_\(max_norm\)"):
         optimizer.step()
     assert not optimizer.state
-
-
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_shards_of_fsdp1_are_refused(use_orig_params: bool) -> None:
-    run_ranks(2, fsdp1, use_orig_params)

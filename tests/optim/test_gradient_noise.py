@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_compressopt import OnebitAdam, ZeroOneAdam, load_state, save_state
-from hf_compressopt.optim.agreement import NOISE, GradientNoise
-from tests.support.harness import run_ranks
+from hf_compressopt.optim.agreement import GradientNoise
+from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 
 NUMEL, DEVIATION = 65_536, 0.0135  # enough for a sketch of 4096 numbers
 
@@ -33,29 +33,24 @@ def steps(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, rank: int, wh
     return rows
 
 
-def onebit(rank: int, world_size: int) -> list[tuple[float, float | None]]:
-    p = torch.nn.Parameter(torch.zeros(NUMEL))
-    optimizer = OnebitAdam([p], lr=1e-3, freeze_step=1)
-    return [row[:2] for row in steps(optimizer, p, rank, range(25))]
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_it_is_that_of_the_gradients(world_size: int) -> None:
+@on_ranks()
+def test_it_is_that_of_the_gradients(rank: int, world_size: int) -> None:
     """Against float64: from the gradients themselves within the sketch's error, and the true one nearly so."""
-    true = DEVIATION**2 * NUMEL
-    ranks = run_ranks(world_size, onebit)
-    assert all(row == ranks[0] for row in ranks)
+    p = torch.nn.Parameter(torch.zeros(NUMEL))
+    rows = steps(OnebitAdam([p], lr=1e-3, freeze_step=1), p, rank, range(25))
     total = weight = 0.0
-    assert ranks[0][0][1] is None  # averaged gradients tell nothing
-    for step, (norm, scale) in enumerate(ranks[0][1:], start=1):
-        grads = [gradient(rank, step).double() for rank in range(world_size)]
+    assert rows[0][1] is None  # averaged gradients tell nothing
+    for step, (norm, scale, _) in enumerate(rows[1:], start=1):
+        grads = [gradient(other, step).double() for other in range(world_size)]
         mean = float((sum(grads) / world_size).square().sum())  # type: ignore[union-attr]
         square = sum(float(grad.square().sum()) for grad in grads) / world_size
         noise = (square - mean) * world_size / (world_size - 1)
         total, weight = 0.95 * total + 0.05 * (1 - noise / square), 0.95 * weight + 0.05
         assert norm == pytest.approx(math.sqrt(mean), rel=0.05)
         assert scale == pytest.approx(weight / total - 1, rel=0.25 if step > 10 else 0.5)
-    assert scale == pytest.approx(true, rel=0.15)
+        assert same_on_all_ranks([torch.tensor([norm, scale])])
+    assert scale == pytest.approx(DEVIATION**2 * NUMEL, rel=0.15)
 
 
 def test_the_average_and_its_limits() -> None:
@@ -77,56 +72,42 @@ def test_the_average_and_its_limits() -> None:
     assert noise.scale == 0 and noise.square_ratio(0.25) == 1  # no noise at all
 
 
-def local_steps(rank: int, world_size: int) -> tuple[torch.nn.Parameter, ZeroOneAdam]:
+def local_steps() -> tuple[torch.nn.Parameter, ZeroOneAdam]:
     p = torch.nn.Parameter(torch.zeros(NUMEL))
     options = {"var_freeze_step": 4, "var_update_scaler": 1, "local_step_scaler": 4, "local_step_clipper": 4}
     return p, ZeroOneAdam([p], lr=1e-3, **options)
 
 
-def resumed(rank: int, world_size: int, folder: str) -> tuple[bool, bool, float]:
-    """Is a run that stops inside a local interval, and resumes, the uninterrupted one, in bits?"""
-    p, optimizer = local_steps(rank, world_size)
+def resumed(rank: int, world_size: int, folder: str) -> None:
+    """A run that stops inside a local interval, and resumes, is the uninterrupted one, in bits."""
+    p, optimizer = local_steps()
     steps(optimizer, p, rank, range(15))
     assert optimizer.ranks_are_apart
     save_state(optimizer, folder)
-    packed = deepcopy(optimizer.state_dict())
-    start = p.detach().clone()
+    packed, start = deepcopy(optimizer.state_dict()), p.detach().clone()
     whole = steps(optimizer, p, rank, range(15, 24))
-    same = []
     for way in ("checkpoint", "state dict"):
-        again, other = local_steps(rank, world_size)
+        again, other = local_steps()
         if way == "checkpoint":
             load_state(other, folder)
         else:
             again.data.copy_(start)
             other.load_state_dict(packed)
         rows = steps(other, again, rank, range(15, 24))
-        same.append(all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(rows, whole, strict=True)))
-    return same[0], same[1], whole[-1][0]
+        assert all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(rows, whole, strict=True)), way
+    true = math.sqrt(1 + DEVIATION**2 * NUMEL / 2)
+    assert whole[-1][0] == pytest.approx(true, rel=0.05)  # of each rank, by its own gradient
 
 
-def other_ranks(rank: int, world_size: int, folder: str) -> tuple[Any, Any]:
-    p, optimizer = local_steps(rank, world_size)
+def other_ranks(rank: int, world_size: int, folder: str) -> None:
+    p, optimizer = local_steps()
     load_state(optimizer, folder)
-    before = optimizer.metrics()["gradient_noise_scale"]
+    scale = optimizer.metrics()["gradient_noise_scale"]
+    assert scale == pytest.approx(DEVIATION**2 * NUMEL, rel=0.3) and same_on_all_ranks([torch.tensor(scale)])
     optimizer.load_state_dict(torch.optim.AdamW([p]).state_dict())  # knows nothing of noise
-    return before, optimizer.metrics().get("gradient_noise_scale")
+    assert optimizer.metrics().get("gradient_noise_scale") is None
 
 
 def test_its_state_is_in_checkpoints(tmp_path: Path) -> None:
-    results = run_ranks(2, resumed, str(tmp_path))
-    assert [row[:2] for row in results] == [(True, True)] * 2
-    true = math.sqrt(1 + DEVIATION**2 * NUMEL / 2)
-    for _, _, norm in results:  # of each rank, by its own gradient
-        assert norm == pytest.approx(true, rel=0.05)
-    loaded = run_ranks(3, other_ranks, str(tmp_path))
-    assert loaded == [(loaded[0][0], None)] * 3 and loaded[0][0] == pytest.approx(DEVIATION**2 * NUMEL, rel=0.3)
-
-
-@pytest.mark.parametrize("tensor", [torch.zeros(2), torch.zeros(3, dtype=torch.float64)])
-def test_a_state_that_no_run_has_saved_is_refused(tensor: torch.Tensor) -> None:
-    from hf_compressopt.optim.state import check_tensors
-    from hf_compressopt.schedules import OnebitSchedule
-
-    with pytest.raises(ValueError, match=rf"'{NOISE}' must be float64 \[2\]"):
-        check_tensors({NOISE: tensor}, OnebitSchedule(freeze_step=5))
+    run_ranks(2, resumed, str(tmp_path))
+    run_ranks(3, other_ranks, str(tmp_path))

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 from tests.oracles.cases import Case, Problem, flat_params, make_optimizer, set_gradients
-from tests.oracles.steps import tensors_in
-from tests.support.harness import run_ranks
+from tests.oracles.steps import same, tensors_in
+from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 
 FREEZE_STEP = 3
 STEPS = 8
@@ -197,8 +197,15 @@ def test_copies_are_independent_and_go_on_alike(at, kind):
 
 
 @pytest.mark.invariant(20)
-def test_deepcopy_on_two_ranks():
-    assert run_ranks(2, deepcopy_on_a_rank) == [True, True]
+@on_ranks(2)
+def test_deepcopy_on_two_ranks(rank, world_size):
+    problem = Problem(CASE, world_size, 0)
+    run = make_optimizer(problem)
+    steps_of(problem, run, rank, 1, 5)
+    copied = tuple(copy.deepcopy(run))
+    for each in (run, copied):
+        steps_of(problem, each, rank, 6)
+    assert flat_params(run[1]).tobytes() == flat_params(copied[1]).tobytes()
 
 
 def steps_of(problem, run, rank, first=1, last=STEPS):
@@ -206,16 +213,6 @@ def steps_of(problem, run, rank, first=1, last=STEPS):
     for t in range(first, last + 1):
         set_gradients(problem, *run, rank, t)
         run[0].step()
-
-
-def deepcopy_on_a_rank(rank, world_size):
-    problem = Problem(CASE, world_size, 0)
-    run = make_optimizer(problem)
-    steps_of(problem, run, rank, 1, 5)
-    copied = tuple(copy.deepcopy(run))
-    for each in (run, copied):
-        steps_of(problem, each, rank, 6)
-    return flat_params(run[1]).tobytes() == flat_params(copied[1]).tobytes()
 
 
 @pytest.mark.invariant(20)
@@ -371,13 +368,8 @@ def test_group_added_before_the_first_step_equals_group_given_up_front():
 
 
 @pytest.mark.invariant(3)
-def test_group_added_in_warmup_on_two_ranks():
-    for first, second, counts in run_ranks(2, add_group_on_a_rank):
-        assert torch.equal(first, second)
-        assert counts == [STEPS, STEPS - 1]
-
-
-def add_group_on_a_rank(rank, world_size):
+@on_ranks(2)
+def test_group_added_in_warmup_on_two_ranks(rank, world_size):
     early, late = torch.nn.Parameter(torch.ones(11)), torch.nn.Parameter(torch.ones(3, 3))
     optimizer = OnebitAdam([early], lr=0.01, freeze_step=FREEZE_STEP)
     for t in range(1, STEPS + 1):
@@ -387,10 +379,8 @@ def add_group_on_a_rank(rank, world_size):
         for p in (early, late):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
         optimizer.step()
-    mine = torch.cat([early.detach(), late.detach().reshape(-1)])
-    gathered = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(gathered, mine)
-    return gathered[0], gathered[1], [int(optimizer.state[p]["step"]) for p in (early, late)]
+    assert same_on_all_ranks([early, late])
+    assert [int(optimizer.state[p]["step"]) for p in (early, late)] == [STEPS, STEPS - 1]
 
 
 def test_group_added_in_the_compressed_stage():
@@ -411,47 +401,6 @@ def test_group_added_in_the_compressed_stage():
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.invariant(21)
-@pytest.mark.invariant(24)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_resume_is_bit_for_bit_at_every_step(world_size):
-    """Before the first step, in warmup, at the switch and after it; errors, counts and masks included."""
-    for rank, mismatches in enumerate(run_ranks(world_size, resume_on_a_rank)):
-        assert mismatches == [], f"rank {rank}"
-
-
-def resume_on_a_rank(rank, world_size):
-    problem = Problem(CASE, world_size, 0)
-    whole, whole_params = make_optimizer(problem)
-    saved = [(through_a_file(whole.state_dict()), copies(whole_params))]
-    for t in range(1, STEPS + 1):
-        set_gradients(problem, whole, whole_params, rank, t)
-        whole.step()
-        saved.append((through_a_file(whole.state_dict()), copies(whole_params)))
-    expected, mismatches = tensors_in(whole.state_dict()), []
-    for at, (state, values) in enumerate(saved):
-        optimizer, params = make_optimizer(problem, lr=0.5, weight_decay=0.3)  # all of it must come from the state
-        for p, value in zip((p for group in params for p in group), values, strict=True):
-            p.data.copy_(value)
-        optimizer.load_state_dict(state)
-        if any(
-            not torch.equal(a, b) for a, b in zip(tensors_in(optimizer.state_dict()), tensors_in(state), strict=True)
-        ):
-            mismatches.append(f"saved right after loading at {at}")
-        steps_of(problem, (optimizer, params), rank, at + 1)
-        if flat_params(params).tobytes() != flat_params(whole_params).tobytes():
-            mismatches.append(f"parameters, resumed after step {at}")
-        if any(not torch.equal(a, b) for a, b in zip(tensors_in(optimizer.state_dict()), expected, strict=True)):
-            mismatches.append(f"state, resumed after step {at}")
-        if optimizer.metrics()["bytes_sent"] != whole.metrics()["bytes_sent"] and at == STEPS:
-            mismatches.append("bytes sent so far")
-    return mismatches
-
-
-def copies(params):
-    return [p.detach().clone() for group in params for p in group]
 
 
 @pytest.mark.parametrize("kind", [OnebitAdam, ZeroOneAdam, OnebitLamb])
@@ -477,71 +426,35 @@ def test_load_copies_into_the_buffers():
     assert fresh.param_groups[0] is group, "schedulers keep hold of it"
 
 
-@pytest.mark.invariant(31)
-def test_mask_survives_save_and_load():
-    """Loaded into an optimizer that was made without one, as a resumed script may."""
-    problem = Problem(CASE, 1, 0)
-    optimizer, params = make_optimizer(problem)
-    steps_of(problem, (optimizer, params), 0, 1, 5)
-    state = through_a_file(optimizer.state_dict())
-    fresh, fresh_params = make_optimizer(problem)
-    for group in fresh.param_groups:
-        group.pop("exp_avg_mask", None)
-    for p, value in zip((p for group in fresh_params for p in group), copies(params), strict=True):
-        p.data.copy_(value)
-    fresh.load_state_dict(state)
-    assert torch.equal(fresh.param_groups[1]["exp_avg_mask"], torch.tensor(MASK))
-    for run in ((optimizer, params), (fresh, fresh_params)):
-        steps_of(problem, run, 0, 6)
-    assert flat_params(params).tobytes() == flat_params(fresh_params).tobytes()
-    masked = fresh.state[fresh_params[1][0]]["exp_avg"]
-    assert not masked[:, 1].any() and not masked[:, 4].any() and bool(masked[:, 0].all())
-
-
 @pytest.mark.invariant(26)
-def test_state_dict_makes_no_collective_call():
+@on_ranks(2, timeout=30)
+def test_state_dict_makes_no_collective_call(rank, world_size):
     """Rank 0 alone calls it, in every stage, while rank 1 goes on to the next step."""
-    assert run_ranks(2, save_on_rank_zero, timeout=30) == [STEPS, 0]
-
-
-def save_on_rank_zero(rank, world_size):
     problem = Problem(CASE, world_size, 0)
     optimizer, params = make_optimizer(problem)
-    saved = 0
     for t in range(1, STEPS + 1):
         steps_of(problem, (optimizer, params), rank, t, t)
-        if rank == 0:
-            assert optimizer.state_dict()["state"]
-            saved += 1
-    return saved
+        assert rank != 0 or optimizer.state_dict()["state"]
 
 
-def test_state_of_another_rank():
+@on_ranks(3)
+def test_state_of_another_rank(rank, world_size):
     """Rank 0's warmup state, as torch scripts load it everywhere, is every rank's; later it is not, and refused."""
-    for warmup_matches, message, unchanged in run_ranks(3, load_rank_zeros_state):
-        assert warmup_matches
-        assert message == "" or ("rank 0" in message and "save_state" in message)
-        assert unchanged
-
-
-def load_rank_zeros_state(rank, world_size):
     problem = Problem(CASE, world_size, 0)
     optimizer, params = make_optimizer(problem)
     steps_of(problem, (optimizer, params), rank, 1, 2)
     fresh, _ = make_optimizer(problem)
     fresh.load_state_dict(from_rank_zero(optimizer.state_dict()))
     own, loaded = optimizer.state_dict(), fresh.state_dict()
-    matches = fresh.plan == optimizer.plan and all(
-        torch.equal(a, b) for key in own for a, b in zip(tensors_in(own[key]), tensors_in(loaded[key]), strict=True)
-    )
+    assert fresh.plan == optimizer.plan and all(same(tensors_in(own[key]), tensors_in(loaded[key])) for key in own)
     steps_of(problem, (optimizer, params), rank, 3, 6)
-    before, message = tensors_in(fresh.state_dict()), ""
-    try:
-        fresh.load_state_dict(from_rank_zero(optimizer.state_dict()))
-    except ValueError as error:
-        message = str(error)
-    unchanged = rank == 0 or all(torch.equal(a, b) for a, b in zip(before, tensors_in(fresh.state_dict()), strict=True))
-    return matches, message if rank else "", unchanged and (rank == 0 or bool(message))
+    before, state = tensors_in(fresh.state_dict()), from_rank_zero(optimizer.state_dict())
+    if rank:
+        with pytest.raises(ValueError, match="(?s)rank 0.*save_state"):
+            fresh.load_state_dict(state)
+        assert same(before, tensors_in(fresh.state_dict()))
+    else:
+        fresh.load_state_dict(state)
 
 
 def from_rank_zero(state_dict):
@@ -550,27 +463,24 @@ def from_rank_zero(state_dict):
     return box[0]
 
 
-def test_state_of_another_world_size_is_refused():
-    (state,) = run_ranks(1, compressed_state)
-    assert all(
-        "1 rank" in message and "2" in message and unchanged for message, unchanged in run_ranks(2, refuse_state, state)
-    )
+def test_state_of_another_world_size_is_refused(tmp_path):
+    run_ranks(1, save_compressed_state, tmp_path / "state")
+    run_ranks(2, refuse_state, tmp_path / "state")
 
 
-def compressed_state(rank, world_size):
+def save_compressed_state(rank, world_size, path):
     problem = Problem(CASE, world_size, 0)
-    optimizer, params = make_optimizer(problem)
-    steps_of(problem, (optimizer, params), rank)
-    return copy.deepcopy(optimizer.state_dict())
+    run = make_optimizer(problem)
+    steps_of(problem, run, rank)
+    torch.save(run[0].state_dict(), path)
 
 
-def refuse_state(rank, world_size, state):
+def refuse_state(rank, world_size, path):
     optimizer, _ = make_optimizer(Problem(CASE, world_size, 0))
     before = tensors_in(optimizer.state_dict())
-    with pytest.raises(ValueError) as caught:
-        optimizer.load_state_dict(state)
-    after = tensors_in(optimizer.state_dict())
-    return str(caught.value), all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    with pytest.raises(ValueError, match="1 rank.*2"):
+        optimizer.load_state_dict(torch.load(path))
+    assert same(before, tensors_in(optimizer.state_dict()))
 
 
 @pytest.mark.parametrize("fault", ["groups", "shape", "freeze_step missing", "nothing"])

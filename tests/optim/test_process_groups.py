@@ -1,6 +1,8 @@
 """Param groups with a process group of their own: experts that only some of the ranks hold."""
 
 from collections import OrderedDict
+from copy import deepcopy
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+import hf_compressopt
+from hf_compressopt import CompressOptAccelerator, OnebitAdam
+from tests.oracles.steps import same
+from tests.support import family
+from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.trainer_runs import use_accelerate
 
-OPTIONS: dict[str, dict[str, Any]] = {
+SCHEDULES: dict[str, dict[str, Any]] = {
     "OnebitAdam": {"freeze_step": 3},
-    "ZeroOneAdam": {"var_freeze_step": 4, "var_update_scaler": 1, "local_step_scaler": 4, "local_step_clipper": 4},
+    "ZeroOneAdam": {"var_freeze_step": 4, "local_step_scaler": 4},
     "OnebitLamb": {"freeze_step": 3},
 }
 STEPS = 12
@@ -41,90 +48,80 @@ def gradient(p: Tensor, rank: int, step: int, what: int) -> Tensor:
     return torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * step + 10 * rank + what))
 
 
-def averaged(grad: Tensor) -> Tensor:
-    """Average gradients as DDP does."""
-    grad = grad / dist.get_world_size()
-    dist.all_reduce(grad)
-    return grad
-
-
 def optimizer_of(name: str, params: Any, **options: Any) -> Any:
-    import hf_compressopt
+    return family.optimizer_of(name, params, **{"weight_decay": 0.1, "scale_block": 16, **SCHEDULES[name], **options})
 
-    return getattr(hf_compressopt, name)(params, lr=0.01, weight_decay=0.1, scale_block=16, **OPTIONS[name], **options)
+
+def mixed_optimizer(
+    name: str, rank: int, world_size: int, group: Any = None, **options: Any
+) -> tuple[nn.Parameter, nn.Parameter, Any]:
+    """A dense parameter and an expert, in one optimizer."""
+    dense, expert = make(rank, world_size)
+    own = {"params": [expert], "process_group": group or expert_group(rank, world_size)}
+    groups = [{"params": [dense]}, own]
+    return dense, expert, optimizer_of(name, groups, **options)
+
+
+def give(optimizer: Any, dense: nn.Parameter, expert: nn.Parameter, rank: int, step: int) -> None:
+    """Set this rank's gradients; those of the dense parameter are averaged where the step wants it, as DDP does."""
+    dense.grad, expert.grad = gradient(dense, rank, step, 0), gradient(expert, rank, step, 1)
+    if optimizer.plan.reduce_grads:
+        dense.grad /= dist.get_world_size()
+        dist.all_reduce(dense.grad)
 
 
 def take_steps(optimizer: Any, dense: nn.Parameter, expert: nn.Parameter, rank: int, steps: range) -> None:
     for step in steps:
-        grad = gradient(dense, rank, step, 0)
-        dense.grad = averaged(grad) if optimizer.plan.reduce_grads else grad
-        expert.grad = gradient(expert, rank, step, 1)
+        give(optimizer, dense, expert, rank, step)
         optimizer.step()
-
-
-def together_and_apart(rank: int, world_size: int, name: str, cap: float) -> list[tuple[Tensor, Tensor]]:
-    """Dense and expert parameters in one optimizer, and each in an optimizer of its own over its own ranks."""
-    group = expert_group(rank, world_size)
-    dense, expert = make(rank, world_size)
-    mixed = [{"params": [dense]}, {"params": [expert], "process_group": group}]
-    take_steps(optimizer_of(name, mixed, bucket_cap_mb=cap), dense, expert, rank, range(STEPS))
-
-    lone_dense, lone_expert = make(rank, world_size)
-    first = optimizer_of(name, [lone_dense], bucket_cap_mb=cap)
-    second = optimizer_of(name, [lone_expert], bucket_cap_mb=cap, process_group=group)
-    members = dist.get_world_size(group)
-    for step in range(STEPS):
-        grad = gradient(lone_dense, rank, step, 0)
-        lone_dense.grad = averaged(grad) if first.plan.reduce_grads else grad
-        lone_expert.grad = gradient(lone_expert, rank, step, 1)
-        if second.plan.reduce_grads:
-            lone_expert.grad *= 1 / members
-            dist.all_reduce(lone_expert.grad, group=group)
-        first.step()
-        second.step()
-    return [(dense.detach(), lone_dense.detach()), (expert.detach(), lone_expert.detach())]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", ["OnebitAdam", "ZeroOneAdam"])
-def test_each_group_does_what_an_optimizer_of_its_own_would(name: str, world_size: int) -> None:
-    for cap in (25.0, 40 * 4 / 2**20):
-        for pairs in run_ranks(world_size, together_and_apart, name, cap):
-            for mixed, lone in pairs:
-                assert torch.equal(mixed, lone)
-
-
-def lamb_run(rank: int, world_size: int) -> tuple[list[Tensor], list[float], list[float]]:
+@on_ranks()
+def test_each_group_does_what_an_optimizer_of_its_own_would(rank: int, world_size: int, name: str) -> None:
+    """Dense and expert parameters in one optimizer, and each in an optimizer of its own over its own ranks."""
     group = expert_group(rank, world_size)
-    dense, expert = make(rank, world_size)
-    optimizer = optimizer_of("OnebitLamb", [{"params": [dense]}, {"params": [expert], "process_group": group}])
+    for cap in (25.0, 40 * 4 / 2**20):
+        dense, expert, mixed = mixed_optimizer(name, rank, world_size, group, bucket_cap_mb=cap)
+        take_steps(mixed, dense, expert, rank, range(STEPS))
+        lone_dense, lone_expert = make(rank, world_size)
+        first = optimizer_of(name, [lone_dense], bucket_cap_mb=cap)
+        second = optimizer_of(name, [lone_expert], bucket_cap_mb=cap, process_group=group)
+        for step in range(STEPS):
+            give(first, lone_dense, lone_expert, rank, step)
+            if second.plan.reduce_grads:
+                lone_expert.grad *= 1 / dist.get_world_size(group)
+                dist.all_reduce(lone_expert.grad, group=group)
+            first.step()
+            second.step()
+        assert torch.equal(dense, lone_dense) and torch.equal(expert, lone_expert)
+
+
+@on_ranks(3)
+def test_lamb_unites_the_scales_of_all_tensors_whoever_holds_them(rank: int, world_size: int) -> None:
+    """Expert 0 is on ranks 0 and 2, expert 1 on rank 1."""
+    dense, expert, optimizer = mixed_optimizer("OnebitLamb", rank, world_size)
     take_steps(optimizer, dense, expert, rank, range(3))
     states = [optimizer.state[p] for p in (dense, expert)]
     scales = [float(s["exp_avg"].double().norm()) / s["exp_avg"].numel() ** 0.5 for s in states]
-    coefficients = [float(s["scaling_coeff"]) for s in states]
+    everywhere: list[Any] = [None] * world_size
+    dist.all_gather_object(everywhere, scales)
+    united = (everywhere[0][0] + everywhere[0][1] + everywhere[1][1]) / 3
+    assert [float(s["scaling_coeff"]) for s in states] == pytest.approx([united / scale for scale in scales], rel=1e-6)
     take_steps(optimizer, dense, expert, rank, range(3, STEPS))
-    return [dense.detach(), expert.detach()], scales, coefficients
-
-
-def test_lamb_unites_the_scales_of_all_tensors_whoever_holds_them() -> None:
-    results = run_ranks(3, lamb_run)  # expert 0 on ranks 0 and 2, expert 1 on rank 1
-    united = (results[0][1][0] + results[0][1][1] + results[1][1][1]) / 3
-    for _, scales, coefficients in results:
-        assert coefficients == pytest.approx([united / scale for scale in scales], rel=1e-6)
-    assert all(torch.equal(params[0], results[0][0][0]) for params, _, _ in results)
-    assert torch.equal(results[0][0][1], results[2][0][1])
+    assert same_on_all_ranks([dense])
+    experts: list[Any] = [None] * world_size
+    dist.all_gather_object(experts, expert.detach())
+    assert torch.equal(experts[0], experts[2])
 
 
 def clipped_norms(rank: int, world_size: int, name: str, clip: str) -> list[dict[str, Any]]:
     """For each step its plan, the norm that clipping reports, and this rank's dense and expert gradients before it."""
-    group = expert_group(rank, world_size)
-    dense, expert = make(rank, world_size)
-    optimizer = optimizer_of(name, [{"params": [dense]}, {"params": [expert], "process_group": group}], clip=clip)
+    dense, expert, optimizer = mixed_optimizer(name, rank, world_size, clip=clip)
     rows = []
     for step in range(STEPS):
-        grad = gradient(dense, rank, step, 0)
-        dense.grad = averaged(grad) if optimizer.plan.reduce_grads else grad
-        expert.grad = gradient(expert, rank, step, 1)
+        give(optimizer, dense, expert, rank, step)
         before = [p.grad.double() for p in (dense, expert)]
         plan, norm = optimizer.plan, float(optimizer.clip_grad_norm_(0.5, [dense, expert]))
         after = sum(float(p.grad.double().square().sum()) for p in (dense, expert))
@@ -173,67 +170,49 @@ def test_the_norm_of_the_mean_has_a_sketch_for_each_process_group(name: str) -> 
         assert [row["noise"] for row in rows] == [None if scale is None else pytest.approx(scale, rel=1e-4)] * 3
 
 
-def overflow(rank: int, world_size: int, steps: int) -> bool:
-    group = expert_group(rank, world_size)
-    dense, expert = make(rank, world_size)
-    optimizer = optimizer_of("OnebitAdam", [{"params": [dense]}, {"params": [expert], "process_group": group}])
+@pytest.mark.parametrize("steps", [1, 5], ids=["warmup", "compressed"])
+@on_ranks(3)
+def test_an_overflow_in_one_expert_skips_the_step_everywhere(rank: int, world_size: int, steps: int) -> None:
+    dense, expert, optimizer = mixed_optimizer("OnebitAdam", rank, world_size)
     take_steps(optimizer, dense, expert, rank, range(steps))
     before = [dense.detach().clone(), expert.detach().clone()]
     dense.grad = torch.ones_like(dense)
     expert.grad = torch.full_like(expert, torch.inf if rank == 1 else 1.0)
     optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, (dense, expert), strict=True))
-    return bool(optimizer.step_was_skipped)
+    assert same(before, [dense, expert]) and optimizer.step_was_skipped
 
 
-@pytest.mark.parametrize("steps", [1, 5], ids=["warmup", "compressed"])
-def test_an_overflow_in_one_expert_skips_the_step_everywhere(steps: int) -> None:
-    assert run_ranks(3, overflow, steps) == [True] * 3
-
-
-def resumed(rank: int, world_size: int, name: str, folder: str, stop: int) -> list[tuple[Tensor, Tensor]]:
-    from hf_compressopt import load_state, save_state
-
-    group = expert_group(rank, world_size)
-    mask = torch.arange(5) < 3 + expert_of(rank, world_size)
-    names = ["dense", f"expert{expert_of(rank, world_size)}"]
+@pytest.mark.parametrize("name", family.FAMILY)
+@on_ranks(3)
+def test_resume_is_bit_for_bit(rank: int, world_size: int, name: str, tmp_path: Path) -> None:
+    group, number = expert_group(rank, world_size), expert_of(rank, world_size)
+    mask, names = torch.arange(5) < 3 + number, ["dense", f"expert{number}"]
 
     def build() -> tuple[nn.Parameter, nn.Parameter, Any]:
         dense, expert = make(rank, world_size)
         groups = [{"params": [dense]}, {"params": [expert], "process_group": group, "exp_avg_mask": mask}]
         return dense, expert, optimizer_of(name, groups)
 
-    dense, expert, optimizer = build()
-    take_steps(optimizer, dense, expert, rank, range(stop))
-    save_state(optimizer, folder, names=names)
-    saved = [dense.detach().clone(), expert.detach().clone()]
-    take_steps(optimizer, dense, expert, rank, range(stop, STEPS))
-
-    other_dense, other_expert, other = build()
-    with torch.no_grad():
-        other_dense.copy_(saved[0])
-        other_expert.copy_(saved[1])
-    other.param_groups[1].pop("exp_avg_mask")
-    load_state(other, folder, names=names)
-    assert torch.equal(other.param_groups[1]["exp_avg_mask"], mask)
-    take_steps(other, other_dense, other_expert, rank, range(stop, STEPS))
-    return [(dense.detach(), other_dense.detach()), (expert.detach(), other_expert.detach())]
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_resume_is_bit_for_bit(name: str, tmp_path: Path) -> None:
     for stop in (2, 7, 9):
-        for pairs in run_ranks(3, resumed, name, str(tmp_path / str(stop)), stop):
-            assert all(torch.equal(uninterrupted, again) for uninterrupted, again in pairs)
+        dense, expert, optimizer = build()
+        take_steps(optimizer, dense, expert, rank, range(stop))
+        hf_compressopt.save_state(optimizer, tmp_path / str(stop), names=names)
+        saved = [dense.detach().clone(), expert.detach().clone()]
+        take_steps(optimizer, dense, expert, rank, range(stop, STEPS))
+        other_dense, other_expert, other = build()
+        with torch.no_grad():
+            other_dense.copy_(saved[0])
+            other_expert.copy_(saved[1])
+        other.param_groups[1].pop("exp_avg_mask")
+        hf_compressopt.load_state(other, tmp_path / str(stop), names=names)
+        assert torch.equal(other.param_groups[1]["exp_avg_mask"], mask)
+        take_steps(other, other_dense, other_expert, rank, range(stop, STEPS))
+        assert same([dense, expert], [other_dense, other_expert])
 
 
-def copies(rank: int, world_size: int) -> bool:
-    from copy import deepcopy
-    from io import BytesIO
-
-    group = expert_group(rank, world_size)
-    dense, expert = make(rank, world_size)
-    optimizer = optimizer_of("OnebitAdam", [{"params": [dense]}, {"params": [expert], "process_group": group}])
+@on_ranks(2)
+def test_copies_and_state_dicts_do_not_trip_over_the_process_group(rank: int, world_size: int) -> None:
+    dense, expert, optimizer = mixed_optimizer("OnebitAdam", rank, world_size)
     take_steps(optimizer, dense, expert, rank, range(5))
     assert deepcopy(optimizer).metrics()["step"] == 5
     assert "process_group" not in repr(optimizer)
@@ -242,87 +221,58 @@ def copies(rank: int, world_size: int) -> bool:
     file.seek(0)
     optimizer.load_state_dict(torch.load(file, weights_only=True))
     take_steps(optimizer, dense, expert, rank, range(5, 7))
-    return optimizer.metrics()["step"] == 7 and optimizer.metrics()["compression_ratio"] > 1
+    assert optimizer.metrics()["step"] == 7 and optimizer.metrics()["compression_ratio"] > 1
 
 
-def test_copies_and_state_dicts_do_not_trip_over_the_process_group() -> None:
-    assert run_ranks(2, copies) == [True] * 2
-
-
-def auto_freeze(rank: int, world_size: int) -> int:
-    from hf_compressopt import OnebitAdam
-
-    group = expert_group(rank, world_size)
-    dense, expert = make(rank, world_size)
-    groups = [{"params": [dense]}, {"params": [expert], "process_group": group}]
+@on_ranks(4)
+def test_a_freeze_step_is_found_alike_though_variances_differ(rank: int, world_size: int) -> None:
     search: dict[str, Any] = {"freeze_step": "auto", "max_freeze_step": 40, "min_freeze_step": 1}
-    optimizer = OnebitAdam(groups, betas=(0.5, 0.8), freeze_threshold=0.7, **search)
+    search |= {"lr": 1e-3, "weight_decay": 0.0, "scale_block": 4096, "betas": (0.5, 0.8), "freeze_threshold": 0.7}
+    dense, expert, optimizer = mixed_optimizer("OnebitAdam", rank, world_size, **search)
     take_steps(optimizer, dense, expert, rank, range(45))
-    assert isinstance(optimizer.freeze_step, int)
-    return optimizer.freeze_step
+    assert isinstance(optimizer.freeze_step, int) and 5 < optimizer.freeze_step < 40
+    assert same_on_all_ranks([torch.tensor(optimizer.freeze_step)])
 
 
-def test_a_freeze_step_is_found_alike_though_variances_differ() -> None:
-    found = run_ranks(4, auto_freeze)
-    assert len(set(found)) == 1 and 5 < found[0] < 40, found
-
-
-def one_without(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_that_do_not_fit_are_found_before_anything_hangs(rank: int, world_size: int) -> None:
     group = expert_group(rank, world_size)
     dense, expert = make(rank, world_size)
     own = {"params": [expert], "process_group": group}
     optimizer = optimizer_of("OnebitAdam", [{"params": [dense]}, own] if rank == 0 else [{"params": [dense]}])
     dense.grad = torch.ones_like(dense)
-    optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(ValueError, match="param groups with a process_group of their own"):
+        optimizer.clip_grad_norm_(1.0)
+    of_another_size = nn.Parameter(torch.zeros(4 if rank == 2 else 3))
+    groups = [{"params": [dense]}, {"params": [of_another_size], "process_group": group}]
+    said = r"rank 0: .*parameter sizes" if rank == 1 else "parameter sizes"
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        take_steps(optimizer_of("OnebitAdam", groups), dense, of_another_size, rank, range(1))
+    alone = dist.new_group([0])
+    if rank:
+        with pytest.raises(ValueError, match="not a member"):
+            optimizer_of("OnebitAdam", [{"params": [dense]}, {"params": [expert], "process_group": alone}])
 
 
-def different_sizes(rank: int, world_size: int) -> None:
-    group = expert_group(rank, world_size)
-    dense, _ = make(rank, world_size)
-    expert = nn.Parameter(torch.zeros(4 if rank == 2 else 3))
-    optimizer = optimizer_of("OnebitAdam", [{"params": [dense]}, {"params": [expert], "process_group": group}])
-    take_steps(optimizer, dense, expert, rank, range(1))
-
-
-def not_a_member(rank: int, world_size: int) -> None:
-    group = dist.new_group([0])
-    dense, expert = make(rank, world_size)
-    optimizer_of("OnebitAdam", [{"params": [dense]}, {"params": [expert], "process_group": group}])
-    if rank == 0:
-        raise ValueError("rank 0 is a member")
-
-
-def test_ranks_that_do_not_fit_are_found_before_anything_hangs() -> None:
-    for text in run_ranks_expecting_error(2, one_without).values():
-        assert "param groups with a process_group of their own" in text
-    errors = run_ranks_expecting_error(3, different_sizes)
-    assert "parameter sizes" in errors[0] and "parameter sizes" in errors[2] and "rank 0: " in errors[1], errors
-    assert "not a member" in run_ranks_expecting_error(2, not_a_member)[1]
-
-
-def ddp_averages_experts(rank: int, world_size: int, ignored: bool) -> None:
-    from torch.nn.parallel import DistributedDataParallel
-
-    from hf_compressopt import CompressOptAccelerator, OnebitAdam
-
+@pytest.mark.parametrize("ignored", [False, True])
+@on_ranks(2)
+def test_accelerate_refuses_experts_that_ddp_would_average(rank: int, world_size: int, ignored: bool) -> None:
     use_accelerate(rank, world_size)
-    group = expert_group(rank, world_size)
     model = nn.Sequential(OrderedDict(dense=nn.Linear(3, 3), expert=nn.Linear(3, 3)))
     if ignored:
         names = ["expert.weight", "expert.bias"]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    groups = [{"params": model.dense.parameters()}, {"params": model.expert.parameters(), "process_group": group}]
+    own = {"params": model.expert.parameters(), "process_group": expert_group(rank, world_size)}
+    optimizer = OnebitAdam([{"params": model.dense.parameters()}, own], freeze_step=2)
     accelerator = CompressOptAccelerator(cpu=True)
-    model, optimizer = accelerator.prepare(model, OnebitAdam(groups, freeze_step=2))
+    if not ignored:
+        with pytest.raises(ValueError, match="expert.weight is in a param group with a process_group of its own"):
+            accelerator.prepare(model, optimizer)
+        return
+    model, optimizer = accelerator.prepare(model, optimizer)
     for step in range(4):
         x = torch.full((2, 3), 1.0 + rank + step)
         accelerator.backward(model(x).square().sum())
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_accelerate_refuses_experts_that_ddp_would_average() -> None:
-    for text in run_ranks_expecting_error(2, ddp_averages_experts, False).values():
-        assert "expert.weight is in a param group with a process_group of its own" in text
-    run_ranks(2, ddp_averages_experts, True)

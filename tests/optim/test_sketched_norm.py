@@ -1,14 +1,14 @@
 """clip="sketch": local gradients are clipped by the norm of their mean, which every rank finds from a small message."""
 
 import math
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam
+from hf_compressopt import OnebitAdam
 from hf_compressopt.optim.agreement import sketch_size
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.harness import on_ranks, same_on_all_ranks
 from tests.support.logs import log_lines
 
 SHAPES = [(300, 41), (77,), (0,), (5, 6, 7), (900,)]
@@ -21,46 +21,36 @@ def gradients(rank: int, step: int) -> list[torch.Tensor]:
     return [torch.randn(s, generator=common) + 2 * torch.randn(s, generator=own) for s in SHAPES]
 
 
-def norm_of_mean(world_size: int, step: int, numbers: list[int]) -> float:
-    total = 0.0
-    for i in numbers:
-        mean = sum(gradients(rank, step)[i].double() for rank in range(world_size)) / world_size
-        total += float(mean.square().sum())
-    return math.sqrt(total)
-
-
-def norms(rank: int, world_size: int, clip: str, numbers: list[int] | None) -> list[float]:
-    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    groups = [{"params": params[:2]}, {"params": params[2:]}]
-    optimizer = OnebitAdam(groups, lr=1e-3, freeze_step=1, scale_block=64, clip=clip)
-    found = []
-    for step in range(1, 9):
-        for i, (p, grad) in enumerate(zip(params, gradients(rank if step > 1 else 0, step), strict=True)):
-            p.grad = None if i == 1 and rank == 1 and step > 1 else grad  # one rank has no gradient for it
-        chosen = None if numbers is None else [params[i] for i in numbers]
-        norm = float(optimizer.clip_grad_norm_(0.5, chosen))
-        if step > 1:
-            found.append(norm)
-            optimizer.step()
-        else:
-            optimizer.step()
-    return [*found, float(torch.cat([p.detach().flatten() for p in params]).double().sum())]
+def norm_of_mean(world_size: int, step: int, numbers: Sequence[int] = range(len(SHAPES))) -> float:
+    rows = [[gradients(rank, step)[i].double() for rank in range(world_size)] for i in numbers]
+    return math.sqrt(sum(float((sum(row) / world_size).square().sum()) for row in rows))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("numbers", [None, [0, 2, 4], [4]])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_norm_is_that_of_the_mean_gradient(world_size: int, numbers: list[int] | None) -> None:
-    ranks = run_ranks(world_size, norms, "sketch", numbers)
-    assert all(row == ranks[0] for row in ranks)  # the norms, and the parameters after them, in bits
+@on_ranks()
+def test_the_norm_is_that_of_the_mean_gradient(rank: int, world_size: int, numbers: list[int] | None) -> None:
+    found: dict[str, list[float]] = {"sketch": [], "local": []}
+    for clip, norms in found.items():
+        params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+        groups = [{"params": params[:2]}, {"params": params[2:]}]
+        optimizer = OnebitAdam(groups, lr=1e-3, freeze_step=1, scale_block=64, clip=clip)
+        for step in range(1, 9):
+            for i, (p, grad) in enumerate(zip(params, gradients(rank if step > 1 else 0, step), strict=True)):
+                p.grad = None if i == 1 and rank == 1 and step > 1 else grad  # one rank has no gradient for it
+            norms.append(float(optimizer.clip_grad_norm_(0.5, numbers and [params[i] for i in numbers])))
+            optimizer.step()
+        assert same_on_all_ranks([torch.tensor(norms), *params])
     places = list(range(len(SHAPES))) if numbers is None else numbers
-    for step, found in enumerate(ranks[0][:-1], start=2):
-        true = norm_of_mean(world_size, step, [i for i in places if i != 1])
-        assert (1 - MOST) * true < found < (1.03 if 1 in places else 1.0) * (1 + MOST) * true
-    local = run_ranks(world_size, norms, "local", numbers)[0]
-    assert all(mine < 0.9 * theirs for mine, theirs in zip(ranks[0][:-1], local[:-1], strict=True))
+    for step, (sketched, local) in enumerate(zip(found["sketch"], found["local"], strict=True), start=1):
+        if step > 1:
+            true = norm_of_mean(world_size, step, [i for i in places if i != 1])
+            assert (1 - MOST) * true < sketched < (1.03 if 1 in places else 1.0) * (1 + MOST) * true
+            assert sketched < 0.9 * local
 
 
-def with_others(rank: int, world_size: int) -> float:
+@on_ranks(2)
+def test_parameters_of_no_param_group_count_too(rank: int, world_size: int) -> None:
     """Parameters of no optimizer, or of another one, are clipped together with these."""
     mine, others = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((40, 5), (300,)))
     frozen = torch.nn.Parameter(torch.zeros(9), requires_grad=False)
@@ -70,107 +60,87 @@ def with_others(rank: int, world_size: int) -> float:
         others.grad = gradients(rank * step, 1)[0].flatten()[200:500]
         norm = float(optimizer.clip_grad_norm_(0.5, [others, frozen, mine]))
         optimizer.step()
-    return norm
-
-
-def test_parameters_of_no_param_group_count_too() -> None:
     mean = sum(gradients(rank, 1)[0].flatten()[:500].double() for rank in range(2)) / 2
-    for norm in run_ranks(2, with_others):
-        # of a sketch of 64 numbers, as 200 elements have it
-        assert norm == pytest.approx(float(mean.norm()), rel=4 / math.sqrt(2 * 64))  # type: ignore[union-attr]
+    # of a sketch of 64 numbers, as 200 elements have it
+    assert norm == pytest.approx(float(mean.norm()), rel=4 / math.sqrt(2 * 64))  # type: ignore[union-attr]
 
 
-def clipped_in_step(rank: int, world_size: int, bad: bool, form: str) -> dict[str, Any]:
+def clipped_in_step(rank: int, world_size: int, bad: bool, form: str) -> tuple[OnebitAdam, list[torch.Tensor]]:
     """max_grad_norm in step(), beside gradients that were clipped by the true norm of the mean before."""
-    made: list[torch.optim.Optimizer] = []
-    weights = []
-    for clip in ("sketch", "by hand"):
+    made, weights = [], []
+    for options in ({"max_grad_norm": 1.0, "clip": "sketch"}, {}):
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
-        options = {"max_grad_norm": 1.0, "clip": "sketch"} if clip == "sketch" else {}
-        optimizer = OnebitAdam(params, lr=1e-3, freeze_step=2, scale_block=64, eps=1e-3, state=form, **options)
+        made.append(OnebitAdam(params, lr=1e-3, freeze_step=2, scale_block=64, eps=1e-3, state=form, **options))
         for step in range(1, 7):
-            warm = step <= 2
             mine = [g.clone() for g in gradients(rank, step)]
-            if warm:
+            if step <= 2:
                 mine = [sum(g) / world_size for g in zip(*(gradients(r, step) for r in range(world_size)), strict=True)]
-            if clip != "sketch":
-                norm = norm_of_mean(world_size, step, list(range(len(SHAPES))))
-                mine = [g * min(1.0, 1.0 / (norm + 1e-6)) for g in mine]
-            if bad and step == 4 and rank == 1 and clip == "sketch":
+            if not options:
+                mine = [g * min(1.0, 1.0 / (norm_of_mean(world_size, step) + 1e-6)) for g in mine]
+            if bad and step == 4 and rank == 1 and options:
                 mine[0][3, 3] = math.inf
             for p, g in zip(params, mine, strict=True):
                 p.grad = g
-            optimizer.step()
-        made.append(optimizer)
+            made[-1].step()
         weights.append(torch.cat([p.detach().flatten() for p in params]))
-    return {"weights": weights, "skipped": made[0].skipped_steps}
+    return made[0], weights
 
 
-def test_a_step_clips_by_the_norm_of_the_mean() -> None:
-    for result in run_ranks(2, clipped_in_step, False, "float32"):  # 8 bits would round the two runs apart
-        sketched, by_hand = result["weights"]
-        assert result["skipped"] == 0
-        assert float((sketched - by_hand).norm()) < MOST * float((by_hand - 1).norm())
+@on_ranks(2)
+def test_a_step_clips_by_the_norm_of_the_mean(rank: int, world_size: int) -> None:
+    """With float32: 8 bits would round the two runs apart."""
+    optimizer, (sketched, by_hand) = clipped_in_step(rank, world_size, False, "float32")
+    assert optimizer.skipped_steps == 0
+    assert float((sketched - by_hand).norm()) < MOST * float((by_hand - 1).norm())
 
 
-def first_norms(rank: int, world_size: int, numel: int, seeds: range) -> tuple[list[float], float]:
-    """The norm of the first compressed step of each run, as a share of the true one, and the bytes of the message."""
+@pytest.mark.parametrize(("numel", "size"), [(40, 64), (1792, 64), (26_624, 1024), (70_000, 4096)])
+@on_ranks(2)
+def test_the_sketch_of_a_small_model_is_small_and_without_bias(
+    rank: int, world_size: int, numel: int, size: int
+) -> None:
+    """By the norm of the first compressed step of each run, as a share of the true one."""
     found = []
-    for seed in seeds:
+    for seed in range(60):
         own, common = (torch.Generator().manual_seed(s) for s in (1000 * (seed + 1) + rank, seed))
         p = torch.nn.Parameter(torch.zeros(numel))
         optimizer = OnebitAdam([p], freeze_step=1, scale_block=64, bucket_cap_mb=1)
         p.grad = torch.ones(numel)
         optimizer.step()
-        shared = torch.randn(numel, generator=common)
-        p.grad = shared + torch.randn(numel, generator=own)
+        p.grad = torch.randn(numel, generator=common) + torch.randn(numel, generator=own)
         mean = p.grad.clone()
         optimizer.communicator.all_reduce(mean).wait()
         before = optimizer.traffic.total_bytes
         norm = float(optimizer.clip_grad_norm_(1.0))
         found.append(norm * world_size / float(mean.double().norm()))
         message = optimizer.traffic.total_bytes - before
-    return found, message
-
-
-@pytest.mark.parametrize("numel", [40, 1792, 26_624, 70_000])
-def test_the_sketch_of_a_small_model_is_small_and_without_bias(numel: int) -> None:
-    (found, nbytes), (others, _) = run_ranks(2, first_norms, numel, range(60))
-    assert found == others
-    size = sketch_size(numel)
-    assert size == {40: 64, 1792: 64, 26_624: 1024, 70_000: 4096}[numel]
-    assert 4 * size < nbytes < 4 * size + 200  # no more than a fourth of a byte per element, if it has 1024
+    assert same_on_all_ranks([torch.tensor(found)]) and size == sketch_size(numel)
+    assert 4 * size < message < 4 * size + 200  # no more than a fourth of a byte per element, if it has 1024
     squares = torch.tensor(found).double().square()
     deviation = math.sqrt(2 / size)  # of the square; the seed is the step's, and so the sketch is the same
     assert abs(float(squares.mean()) - 1) < 4 * deviation / math.sqrt(60)
     assert 0.5 * deviation < float(squares.std()) < 1.5 * deviation or numel == 40
 
 
-def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks() -> None:
-    ranks = run_ranks(2, clipped_in_step, True, "compact")
-    assert [result["skipped"] for result in ranks] == [1, 1]
-    assert torch.equal(ranks[0]["weights"][0], ranks[1]["weights"][0])
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(rank: int, world_size: int) -> None:
+    optimizer, weights = clipped_in_step(rank, world_size, True, "compact")
+    assert optimizer.skipped_steps == 1 and same_on_all_ranks(weights[:1])
 
 
-@pytest.mark.parametrize("cls", [OnebitAdam, OnebitLamb, ZeroOneAdam])
-def test_an_unknown_norm_is_refused(cls: Any) -> None:
-    with pytest.raises(ValueError, match=r"clip must be one of \['sketch', 'local'.*\], got 'mean'"):
-        cls([torch.nn.Parameter(torch.zeros(3))], clip="mean")
-
-
-def unlike(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_must_clip_alike(rank: int, world_size: int) -> None:
     p = torch.nn.Parameter(torch.zeros(9))
-    optimizer = OnebitAdam([p], clip="sketch" if rank else "local")
     p.grad = torch.ones(9)
-    optimizer.step()
+    with pytest.raises(ValueError, match="differ from rank 0"):
+        OnebitAdam([p], clip="sketch" if rank else "local").step()
 
 
-def test_ranks_must_clip_alike() -> None:
-    errors = run_ranks_expecting_error(2, unlike)
-    assert all("differ from rank 0" in error for error in errors.values())
-
-
-def few_parameters(rank: int, world_size: int, numel: int, scale_block: int) -> tuple[float, list[str]]:
+@pytest.mark.parametrize(("numel", "scale_block", "warns"), [(26_624, 512, 0), (400, 4096, 1), (26_624, 8, 1)])
+@on_ranks(2)
+def test_messages_that_are_larger_than_4_bits_are_warned_of_once(
+    rank: int, world_size: int, numel: int, scale_block: int, warns: int
+) -> None:
     p = torch.nn.Parameter(torch.zeros(numel))
     optimizer = OnebitAdam([p], freeze_step=1, scale_block=scale_block)
     with log_lines() as lines:
@@ -178,11 +148,6 @@ def few_parameters(rank: int, world_size: int, numel: int, scale_block: int) -> 
             p.grad = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + (rank if step else 0)))
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
-    return optimizer.metrics()["compression_ratio"], [line for line in lines if "gradients in 4 bits" in line]
-
-
-@pytest.mark.parametrize(("numel", "scale_block", "warns"), [(26_624, 512, 0), (400, 4096, 1), (26_624, 8, 1)])
-def test_messages_that_are_larger_than_4_bits_are_warned_of_once(numel: int, scale_block: int, warns: int) -> None:
-    (ratio, said), (_, silent) = run_ranks(2, few_parameters, numel, scale_block)
-    assert (ratio < 7.75) == bool(warns) and len(said) == warns and not silent
-    assert ratio > 9 or warns
+    ratio = optimizer.metrics()["compression_ratio"]
+    assert ratio < 7.75 if warns else ratio > 9
+    assert sum("gradients in 4 bits" in line for line in lines) == (warns if rank == 0 else 0)

@@ -3,26 +3,17 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import hf_compressopt
-from tests.support.harness import run_ranks
+from tests.oracles.steps import same
+from tests.support.family import FAMILY, optimizer_of
+from tests.support.harness import on_ranks
 from tests.support.logs import log_lines, log_to
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "OnebitAdam": {"freeze_step": 2},
-    "ZeroOneAdam": {"var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 2},
-    "OnebitLamb": {"freeze_step": 2},
-}
 STEPS = 7
-
-
-def optimizer_of(name: str, params: Any, **options: Any) -> Any:
-    return getattr(hf_compressopt, name)(params, **{"lr": 0.01, "scale_block": 8, **OPTIONS[name], **options})
 
 
 @contextmanager
@@ -36,9 +27,7 @@ def defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
         torch.set_default_device(None)
 
 
-def train_under_defaults(
-    rank: int, world_size: int, name: str, dtype: torch.dtype, device: str | None
-) -> list[torch.Tensor]:
+def train_under_defaults(name: str, dtype: torch.dtype, device: str | None) -> list[torch.Tensor]:
     params = [nn.Parameter(torch.randn(5, 4, generator=torch.Generator().manual_seed(i))) for i in range(3)]
     grads = [
         [torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + i)) for i in range(3)]
@@ -57,81 +46,70 @@ def train_under_defaults(
                 optimizer.load_state_dict(optimizer.state_dict())
         plain = torch.optim.AdamW([{"params": [param]} for param in params])
         optimizer.load_state_dict(plain.state_dict())
-    return [param.detach() for param in params]
+    return params
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize(
     ("dtype", "device"), [(torch.bfloat16, None), (torch.float64, None), (torch.float32, "meta")], ids=str
 )
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_torchs_defaults_do_not_matter(name: str, dtype: torch.dtype, device: str | None, world_size: int) -> None:
-    expected = run_ranks(world_size, train_under_defaults, name, torch.float32, None)
-    for found, known in zip(run_ranks(world_size, train_under_defaults, name, dtype, device), expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(found, known, strict=True))
+@on_ranks()
+def test_torchs_defaults_do_not_matter(
+    rank: int, world_size: int, name: str, dtype: torch.dtype, device: str | None
+) -> None:
+    assert same(train_under_defaults(name, dtype, device), train_under_defaults(name, torch.float32, None))
 
 
-class FailingHandler(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
+@pytest.mark.parametrize("name", FAMILY)
+@on_ranks(2)
+def test_a_log_that_fails_does_not_stop_a_step(rank: int, world_size: int, name: str) -> None:
+    def fail(record: logging.LogRecord) -> None:
         raise ValueError("I/O operation on closed file")
 
-
-def train_with_a_failing_log(rank: int, world_size: int, name: str) -> float:
-    with log_to(FailingHandler()):
+    handler = logging.Handler()
+    handler.emit = fail  # type: ignore[method-assign]
+    with log_to(handler):
         used, unused = nn.Parameter(torch.ones(20)), nn.Parameter(torch.ones(4))
         freeze = {"ZeroOneAdam": "var_freeze_step"}.get(name, "freeze_step")
         optimizer = optimizer_of(name, [used, unused], **{freeze: "auto", "max_freeze_step": 3, "min_freeze_step": 1})
         for step in range(STEPS):
             used.grad = torch.full((20,), float("nan") if step == 1 else 1.0 + step)
             optimizer.step()
-        return float(optimizer.metrics()["step"])
+    assert optimizer.metrics()["step"] == STEPS - 1.0
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_log_that_fails_does_not_stop_a_step(name: str) -> None:
-    assert run_ranks(2, train_with_a_failing_log, name) == [STEPS - 1.0] * 2
-
-
-def hear_switch(rank: int, world_size: int, name: str) -> list[str]:
+@pytest.mark.parametrize("name", FAMILY)
+@on_ranks(1, 2)
+def test_one_rank_alone_is_told_that_nothing_is_compressed(rank: int, world_size: int, name: str) -> None:
     with log_lines() as lines:
-        param = nn.Parameter(torch.ones(20))
-        optimizer = optimizer_of(name, [param])
+        optimizer = optimizer_of(name, [nn.Parameter(torch.ones(20))])
         for step in range(4):
             optimizer.step(grads=[torch.full((20,), 1.0 + step)])
-    return [line for line in lines if "ends, the variance is frozen" in line]
+    said = [line for line in lines if "ends, the variance is frozen" in line]
+    assert len(said) == (rank == 0)
+    for line in said:
+        assert ("nothing is compressed" in line and "signs" not in line) == (world_size == 1)
+        assert ("is sent as signs" in line) == (world_size == 2)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_one_rank_alone_is_told_that_nothing_is_compressed(name: str) -> None:
-    ((line,),) = run_ranks(1, hear_switch, name)
-    assert "nothing is compressed" in line and "signs" not in line
-    (line,), nothing = run_ranks(2, hear_switch, name)
-    assert "is sent as signs" in line and nothing == []
-
-
-def variance_norms_sent(rank: int, world_size: int, bound: int) -> list[float]:
-    """Bytes of each step of a warmup whose gradients are averaged already: only the search sends anything."""
+@pytest.mark.parametrize("bound", [10, 13])
+@on_ranks(2)
+def test_the_search_sends_only_what_it_can_compare(rank: int, world_size: int, bound: int) -> None:
+    """D = 10 steps; gradients are averaged already, so that only the search sends anything."""
     param = nn.Parameter(torch.ones(20))
     search = {"freeze_step": "auto", "max_freeze_step": bound, "min_freeze_step": 1}
     optimizer = optimizer_of("OnebitAdam", [param], betas=(0.5, 0.9), **search)
-    sent = []
-    for _ in range(bound):
+    for step in range(1, bound + 1):
         param.grad = torch.ones(20)
         optimizer.step()
-        sent.append(optimizer.metrics()["bytes_sent_step"])
-    return sent
-
-
-def test_the_search_sends_only_what_it_can_compare() -> None:
-    for sent in run_ranks(2, variance_norms_sent, 10):  # D = 10 steps: never two norms to compare
-        assert sent == [0.0] * 10
-    for sent in run_ranks(2, variance_norms_sent, 13):
-        assert [nbytes > 0 for nbytes in sent] == [step <= 3 or step > 10 for step in range(1, 14)]
+        sends = optimizer.metrics()["bytes_sent_step"] > 0
+        assert sends == (bound == 13 and (step <= 3 or step > 10))  # of 10 steps never two norms to compare
 
 
 def test_param_groups_on_two_devices_are_refused() -> None:
     here, elsewhere = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))
-    for name in OPTIONS:
+    for name in FAMILY:
         with pytest.raises(ValueError, match="param group 1, meta: make an optimizer for each device"):
             optimizer_of(name, [{"params": [here]}, {"params": [elsewhere]}])
         with pytest.raises(ValueError, match="got cpu and meta: make an optimizer for each device"):

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hf_compressopt
 from hf_compressopt import average_gradients
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.kernels.errors import values_of_errors
-from tests.oracles.cases import (
-    bucket_cap,
-)
+from tests.oracles.cases import bucket_cap
 from tests.oracles.simulation_integers import Simulation
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.oracles.steps import same
+from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.logs import log_lines
 
 # -- bits -------------------------------------------------------------------------------------------------------------
@@ -132,29 +132,29 @@ def test_16_bit_parameters_get_the_same_average_rounded() -> None:
 
 @pytest.mark.invariant(33)
 @pytest.mark.parametrize(("bits", "sent"), [(4, 4 + 16 / 128), (8, 8 + 16 / 128), (16, 16), (32, 32)])
-def test_bytes_are_those_of_the_formula(bits: int, sent: float) -> None:
-    numel, world_size = 100_000, 3
+@on_ranks(3)
+def test_bytes_are_those_of_the_formula(rank: int, world_size: int, bits: int, sent: float) -> None:
+    numel = 100_000
     formula = 2 * (world_size - 1) / world_size * numel * sent / 8
-    for step, total in run_ranks(world_size, one_tensor, numel, bits):
-        assert formula <= step <= 1.01 * formula and total == 3 * step
-
-
-def one_tensor(rank: int, world_size: int, numel: int, bits: int) -> tuple[int, int]:
     p = nn.Parameter(torch.zeros(numel))
     optimizer = hf_compressopt.OnebitAdam([p], warmup_bits=bits)
     for step in range(3):
         p.grad = torch.randn(numel, generator=torch.Generator().manual_seed(10 * rank + step))
         average_gradients(optimizer)
         optimizer.step()
-    return int(optimizer.metrics()["bytes_sent_step"]), int(optimizer.metrics()["bytes_sent"])
+    found = optimizer.metrics()
+    assert formula <= found["bytes_sent_step"] <= 1.01 * formula and found["bytes_sent"] == 3 * found["bytes_sent_step"]
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
-def not_finite(rank: int, world_size: int, bad: float) -> dict[str, Any]:
+@pytest.mark.invariant(13, 30)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@on_ranks(3)
+def test_a_value_that_is_not_finite_skips_the_step_on_all_ranks(rank: int, world_size: int, bad: float) -> None:
     params, optimizer = make(4, freeze_step=100)
-    state, seen = optimizer._states[0], []
+    state = optimizer._states[0]
     for step in range(4):
         give(params, rank, step)
         if step == 2 and rank == world_size - 1:
@@ -162,48 +162,22 @@ def not_finite(rank: int, world_size: int, bad: float) -> dict[str, Any]:
         before = [t.clone() for t in (*params, state.worker_error, state.server_error, state.exp_avg)]
         average_gradients(optimizer)
         optimizer.step()
-        after = (*params, state.worker_error, state.server_error, state.exp_avg)
-        seen.append(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
-        assert optimizer.step_was_skipped is (step == 2)
-    return {"same": seen, "params": flat(params), "step": optimizer.metrics()["step"]}
+        after = [*params, state.worker_error, state.server_error, state.exp_avg]
+        assert same(before, after) == optimizer.step_was_skipped == (step == 2)
+    assert optimizer.metrics()["step"] == 3 and same_on_all_ranks(params)
 
 
-@pytest.mark.invariant(13, 30)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_value_that_is_not_finite_skips_the_step_on_all_ranks(bad: float) -> None:
-    ranks = run_ranks(3, not_finite, bad)
-    for result in ranks:
-        assert result["same"] == [False, False, True, False] and result["step"] == 3
-        assert result["params"].tobytes() == ranks[0]["params"].tobytes()
+@on_ranks(2)
+def test_ranks_that_differ_fail_together(rank: int, world_size: int) -> None:
+    for bits, numel in ((4 if rank else 8, 300), (4, 300 + rank)):
+        params, optimizer = make(bits, bucket_cap_mb=bucket_cap(numel))
+        give(params, rank, 0)
+        with pytest.raises(ValueError, match="differ from rank 0 in warmup_bits, bucket_cap_mb, or the parameters"):
+            average_gradients(optimizer)
 
 
-def unlike(rank: int, world_size: int, what: str) -> None:
-    if what == "bits":
-        params, optimizer = make(4 if rank else 8)
-    else:
-        params, optimizer = make(4, bucket_cap_mb=bucket_cap(300 + rank))
-    give(params, rank, 0)
-    average_gradients(optimizer)
-
-
-@pytest.mark.parametrize("what", ["bits", "buckets"])
-def test_ranks_that_differ_fail_together(what: str) -> None:
-    errors = run_ranks_expecting_error(2, unlike, what)
-    assert all("differ from rank 0 in warmup_bits, bucket_cap_mb, or the parameters" in e for e in errors.values())
-
-
-@pytest.mark.parametrize("bits", [2, 0, 4.5, True, "int4"])
-def test_other_bits_are_refused(bits: Any) -> None:
-    with pytest.raises(ValueError, match=r"warmup_bits must be one of \[4, 8, 16, 32\]"):
-        make(bits)
-    with pytest.raises(ValueError, match="warmup_bits=16 is not supported with MPI"):
-        make(16, communicator="mpi")
-
-
-def by_itself(rank: int, world_size: int) -> list[str]:
-    """A loop that averages by itself; the lines that the package has logged."""
-    import torch.distributed as dist
-
+@on_ranks(2)
+def test_a_loop_that_averages_by_itself_is_told_once(rank: int, world_size: int) -> None:
     with log_lines() as lines:
         params, optimizer = make(4)
         for step in range(3):
@@ -211,44 +185,37 @@ def by_itself(rank: int, world_size: int) -> list[str]:
             for p in params:
                 dist.all_reduce(p.grad.div_(world_size))
             optimizer.step()
-    return [line for line in lines if "warmup_bits=4 is not in use" in line]
-
-
-def test_a_loop_that_averages_by_itself_is_told_once() -> None:
-    first, second = run_ranks(2, by_itself)
-    assert len(first) == 1 and second == []
+    assert sum("warmup_bits=4 is not in use" in line for line in lines) == (rank == 0)
 
 
 # -- loss scales ------------------------------------------------------------------------------------------------------
 
 
-def scaled(rank: int, world_size: int, how: str) -> dict[str, Any]:
-    """Eight steps, of which five in the warmup stage, under a gradient scaler."""
-    params, optimizer = make(4)
-    growth = 3 if how == "told" else 1000
-    scaler = hf_compressopt.GradScaler("cpu", init_scale=1024.0, growth_interval=growth, enabled=how != "none")
-    scaler.scale(torch.ones(()))  # makes the scale
-    for step in range(8):
-        bad = how == "told" and step == 2 and rank == 0
-        for attempt in ("bad", "good") if how == "told" and step == 2 else ("good",):
-            give(params, rank, step, scaler.get_scale() if how != "none" else 1.0)
-            if bad and attempt == "bad":
-                params[0].grad[0, 0] = float("inf")
-            average_gradients(optimizer, loss_scale=scaler.get_scale() if how == "told" else None)
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-    state = optimizer._states[0]
-    return {"params": flat(params), "errors": state.worker_error.numpy(), "step": optimizer.metrics()["step"]}
-
-
 @pytest.mark.parametrize("how", ["told", "found"])
-def test_errors_do_not_carry_the_loss_scale(how: str) -> None:
-    """Scales are powers of two, so that a scaled run has the bits of one without a scaler."""
-    for mine, plain in zip(run_ranks(2, scaled, how), run_ranks(2, scaled, "none"), strict=True):
-        assert mine["step"] == plain["step"] == 8
-        assert mine["params"].tobytes() == plain["params"].tobytes()
-        assert mine["errors"].tobytes() == plain["errors"].tobytes()
+@on_ranks(2)
+def test_errors_do_not_carry_the_loss_scale(rank: int, world_size: int, how: str) -> None:
+    """Scales are powers of two, so that a scaled run has the bits of one without a scaler.
+
+    Of eight steps five are in the warmup stage, and if the scale is told the third overflows once.
+    """
+    ends = []
+    for scaled in (True, False):
+        params, optimizer = make(4)
+        growth = 3 if how == "told" else 1000
+        scaler = hf_compressopt.GradScaler("cpu", init_scale=1024.0, growth_interval=growth, enabled=scaled)
+        scaler.scale(torch.ones(()))  # makes the scale
+        for step in range(8):
+            for bad in (True, False) if how == "told" and scaled and step == 2 else (False,):
+                give(params, rank, step, scaler.get_scale())
+                if bad and rank == 0:
+                    params[0].grad[0, 0] = float("inf")
+                average_gradients(optimizer, loss_scale=scaler.get_scale() if how == "told" and scaled else None)
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+        assert optimizer.metrics()["step"] == 8
+        ends.append([*params, optimizer._states[0].worker_error])
+    assert same(*ends)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -319,8 +286,9 @@ def test_a_run_that_is_resumed_in_the_warmup_stage(form: str, world_sizes: tuple
                     np.testing.assert_allclose(after, before * np.float32(0.1), rtol=1e-6)
 
 
-def resume_before_one_bit_gradients(rank: int, world_size: int, folder: str) -> list[bytes]:
-    """Return the parameters of a run of 0/1 Adam, and of the same run resumed before a step with 1-bit gradients."""
+@pytest.mark.invariant(21)
+@on_ranks(2)
+def test_a_run_that_is_resumed_before_one_bit_gradients(rank: int, world_size: int, tmp_path: Path) -> None:
     options = {"var_freeze_step": 20, "var_update_scaler": 1}
 
     def made() -> tuple[list[torch.nn.Parameter], Any]:
@@ -339,17 +307,12 @@ def resume_before_one_bit_gradients(rank: int, world_size: int, folder: str) -> 
     params, optimizer = made()
     take(params, optimizer, range(4))
     assert not optimizer.plan.reduce_grads, "the next step must take signs"
-    hf_compressopt.save_state(optimizer, folder)
+    hf_compressopt.save_state(optimizer, tmp_path)
     resumed, another = made()
     with torch.no_grad():
         resumed[0].copy_(params[0])
     take(params, optimizer, range(4, 9))
-    hf_compressopt.load_state(another, folder)
+    hf_compressopt.load_state(another, tmp_path)
     take(resumed, another, range(4, 9))
-    return [flat(params).tobytes(), flat(resumed).tobytes()]
-
-
-@pytest.mark.invariant(21)
-def test_a_run_that_is_resumed_before_one_bit_gradients(tmp_path: Path) -> None:
-    for whole, resumed in run_ranks(2, resume_before_one_bit_gradients, str(tmp_path)):
-        assert whole == resumed
+    whole, resumed = [flat(params).tobytes(), flat(resumed).tobytes()]
+    assert whole == resumed

@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_compressopt import (
     GradScaler,
     OnebitAdam,
-    OnebitLamb,
-    ZeroOneAdam,
     attach_ddp,
     average_gradients,
     load_state,
@@ -24,18 +22,21 @@ from hf_compressopt import (
 from hf_compressopt.optim import sharded
 from hf_compressopt.optim.group import mean_variance_norm
 from tests.checkpoint.test_resharding import stored
-from tests.optim.test_compact_state import bytes_per_parameter, go_on, make
+from tests.optim.test_compact_state import bytes_per_parameter
 from tests.oracles.steps import same, tensors_in
-from tests.support.harness import run_ranks
+from tests.support.family import assign, go_on, make
+from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.memory import MIB, peak_beyond
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def memory_of_a_run(rank: int, world_size: int, freeze: int) -> tuple[list[float], list[float]]:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_ranks()
+def test_bytes_of_the_state_and_of_the_switch(rank: int, world_size: int) -> None:
     """After each step, and while the moments are gathered."""
     params = [nn.Parameter(torch.zeros(300, 200)) for _ in range(4)]
-    optimizer = OnebitAdam(params, freeze_step=freeze, zero_stage=1, bucket_cap_mb=0.25)
+    optimizer = OnebitAdam(params, freeze_step=3, zero_stage=1, bucket_cap_mb=0.25)
     during, after = [], [bytes_per_parameter(optimizer)]
 
     def watched(gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,23 +49,13 @@ def memory_of_a_run(rank: int, world_size: int, freeze: int) -> tuple[list[float
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_gather", "gather_messages"):
             patch.setattr(sharded, name, watched(getattr(sharded, name)))
-        for step in range(2 * freeze):
-            for p in params:
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * rank + step))
-            optimizer.step()
+        for step in range(6):
+            go_on(rank, params, optimizer, [step])
             after.append(bytes_per_parameter(optimizer))
-    return during, after
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_bytes_of_the_state_and_of_the_switch(world_size: int) -> None:
-    freeze = 3
-    for during, after in run_ranks(world_size, memory_of_a_run, freeze):
-        first, then = after[:freeze], after[freeze:]
-        assert max(first) <= 8 / world_size + 1.03 * (1 + 1 / world_size)
-        assert max(then) <= 1 + 1 / 8 + 1.03 * (1 + 1 / world_size) + 0.01
-        # of each of four buckets a message in every step, and two at the switch
-        assert len(during) == (freeze + 2) * 4 and max(during) <= max(first)
+    assert max(after[:3]) <= 8 / world_size + 1.03 * (1 + 1 / world_size)
+    assert max(after[3:]) <= 1 + 1 / 8 + 1.03 * (1 + 1 / world_size) + 0.01
+    # of each of four buckets a message in every step, and two at the switch
+    assert len(during) == 5 * 4 and max(during) <= max(after[:3])
 
 
 def peak_of_a_run(rank: int, world_size: int, stage: int) -> float:
@@ -125,22 +116,25 @@ def whole_moments(rank: int, params: list[nn.Parameter], optimizer: OnebitAdam) 
     return found
 
 
-def copy_and_load(rank: int, world_size: int, stops: list[int], folder: str, stage: int = 1) -> None:
+@pytest.mark.invariant(20)
+@pytest.mark.invariant(21)
+@pytest.mark.parametrize(("world_size", "stage"), [pytest.param(2, 1, marks=pytest.mark.full), (3, 1), (2, 2)])
+@on_ranks()
+def test_copies_state_dicts_and_checkpoints_go_on(rank: int, world_size: int, stage: int, tmp_path: Path) -> None:
     """A deep copy, a state dict and a checkpoint go on bit for bit, into a state of either stage."""
+    stops = [0, 2, 3, 5]
     for stop in stops:
         params, optimizer = make(rank, stop, zero_stage=stage)
         copied_params, copied = copy.deepcopy((params, optimizer))
         state_dict = copy.deepcopy(optimizer.state_dict())
         assert ("pieces" in state_dict["state"][0]) == (stop < 3)
-        save_state(optimizer, f"{folder}/{stop}")
+        save_state(optimizer, f"{tmp_path}/{stop}")
         runs = [(params, optimizer), (copied_params, copied)]
         for in_the_way in (0, 5):
             for from_folder in (True, False):
                 loaded_params, loaded = make(rank, in_the_way, zero_stage=stage)
-                with torch.no_grad():
-                    for p, q in zip(loaded_params, params, strict=True):
-                        p.copy_(q)
-                load_state(loaded, f"{folder}/{stop}") if from_folder else loaded.load_state_dict(state_dict)
+                assign(loaded_params, params)
+                load_state(loaded, f"{tmp_path}/{stop}") if from_folder else loaded.load_state_dict(state_dict)
                 assert same(everything(loaded_params, loaded), everything(params, optimizer))
                 runs.append((loaded_params, loaded))
         for run in runs:
@@ -148,23 +142,15 @@ def copy_and_load(rank: int, world_size: int, stops: list[int], folder: str, sta
         assert all(same(everything(*runs[0]), everything(*run)) for run in runs[1:])
 
 
-@pytest.mark.invariant(20)
-@pytest.mark.invariant(21)
-@pytest.mark.parametrize(("world_size", "stage"), [pytest.param(2, 1, marks=pytest.mark.full), (3, 1), (2, 2)])
-def test_copies_state_dicts_and_checkpoints_go_on(world_size: int, stage: int, tmp_path: Path) -> None:
-    run_ranks(world_size, copy_and_load, [0, 2, 3, 5], str(tmp_path), stage)
-
-
 def save_both(rank: int, world_size: int, folder: str, stop: int) -> list[torch.Tensor]:
     params, optimizer = make(rank, stop, **ZERO)
     save_state(optimizer, f"{folder}/zero")
-    plain_params, plain = make(rank, stop)
-    save_state(plain, f"{folder}/plain")
+    save_state(make(rank, stop)[1], f"{folder}/plain")
     return whole_moments(rank, params, optimizer)
 
 
-def load_all(rank: int, world_size: int, folder: str, stop: int, saved_by: int) -> tuple[list[torch.Tensor], ...]:
-    """The moments that loads of a checkpoint give, with and without zero_stage."""
+def load_all(rank: int, world_size: int, folder: str, stop: int, saved_by: int) -> list[torch.Tensor]:
+    """Load with and without zero_stage."""
     found = []
     for source, options in (("zero", ZERO), ("zero", {}), ("plain", ZERO), ("plain", {})):
         params, optimizer = make(rank, 0, **options)
@@ -175,12 +161,13 @@ def load_all(rank: int, world_size: int, folder: str, stop: int, saved_by: int) 
         if world_size > 1 and saved_by > 1:
             assert errors.worker.any() and errors.server.any().item() != crossed
         go_on(rank, params, optimizer, range(stop, stop + 3))
-        sums = optimizer.communicator.all_gather_object([p.detach().double().sum().item() for p in params])
-        assert all(row == sums[0] for row in sums) and all(p.isfinite().all() for p in params)
+        assert same_on_all_ranks(params) and all(p.isfinite().all() for p in params)
     adamw = torch.optim.AdamW(params)
     load_state(adamw, f"{folder}/zero")
     assert all(entry["exp_avg"].isfinite().all() for entry in adamw.state.values())
-    return tuple(found)
+    zero, without, of_plain, plain = found
+    assert same(zero, without) and same(of_plain, plain)
+    return zero
 
 
 @pytest.mark.invariant(22)
@@ -193,11 +180,13 @@ def test_any_number_of_ranks_loads_with_and_without_zero(saved_by: int, stop: in
     if stop < 3:
         assert stored(tmp_path / "zero").keys() == stored(tmp_path / "plain").keys()
     for loaded_by in (1, 2, 4):
-        for zero, without, of_plain, plain in run_ranks(loaded_by, load_all, str(tmp_path), stop, saved_by):
-            assert same(zero, saved[0]) and same(without, zero) and same(of_plain, plain)
+        assert all(same(zero, saved[0]) for zero in run_ranks(loaded_by, load_all, str(tmp_path), stop, saved_by))
 
 
-def with_a_bad_gradient(rank: int, world_size: int, stage: int = 1) -> None:
+@pytest.mark.invariant(13)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(2)
+def test_a_gradient_that_is_not_finite_changes_nothing(rank: int, world_size: int, stage: int) -> None:
     for stop in (2, 3, 5):
         params, optimizer = make(rank, stop, zero_stage=stage)
         before = everything(params, optimizer)
@@ -208,35 +197,28 @@ def with_a_bad_gradient(rank: int, world_size: int, stage: int = 1) -> None:
         average_gradients(optimizer)
         optimizer.step()
         assert optimizer.step_was_skipped and optimizer.skipped_steps == 1
-        after = everything(params, optimizer)
-        assert len(before) == len(after) and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-@pytest.mark.invariant(13)
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_gradient_that_is_not_finite_changes_nothing(stage: int) -> None:
-    run_ranks(2, with_a_bad_gradient, stage)
+        assert same(before, everything(params, optimizer))
 
 
 # -- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def in_two_levels(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(4)
+def test_two_levels_share_out_the_moments_among_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
     """Two nodes of two ranks with the same gradients take the steps of a flat exchange, but for rounding."""
     runs = []
     for options in ({}, {"topology": "two-level", "node_size": 2}):
         params, optimizer = make(rank, 0, **ZERO, **options)
         go_on(rank // 2, params, optimizer, range(6))
-        sums = optimizer.communicator.all_gather_object([p.detach().double().sum().item() for p in params])
-        assert all(row == sums[0] for row in sums)
+        assert same_on_all_ranks(params)
         runs.append([*params, *whole_moments(rank, params, optimizer)])
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*runs, strict=True))
     for stop in (2, 5):
         params, optimizer = make(rank, stop, **ZERO, **options)
-        save_state(optimizer, f"{folder}/{stop}")
+        save_state(optimizer, f"{tmp_path}/{stop}")
         for topology in (options, {}):
             loaded_params, loaded = make(rank, 0, **ZERO, **topology)
-            load_state(loaded, f"{folder}/{stop}")
+            load_state(loaded, f"{tmp_path}/{stop}")
             moments = whole_moments(rank, params, optimizer)
             assert same(moments, whole_moments(rank, loaded_params, loaded))
             assert not topology or same(everything([], optimizer), everything([], loaded))
@@ -245,11 +227,8 @@ def in_two_levels(rank: int, world_size: int, folder: str) -> None:
     assert sum(m.numel() for m in shards.exp_avg) <= numel // 4 + 64 and errors.worker.numel() <= 0.55 * numel + 400
 
 
-def test_two_levels_share_out_the_moments_among_all_ranks(tmp_path: Path) -> None:
-    run_ranks(4, in_two_levels, str(tmp_path))
-
-
-def other_settings(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_other_settings(rank: int, world_size: int) -> None:
     """16-bit parameters, a gradient scaler, a parameter that nobody uses, and the search for the freeze step."""
     torch.manual_seed(3)
     params = [nn.Parameter(torch.randn(40, 9, dtype=torch.bfloat16)), nn.Parameter(torch.randn(5))]
@@ -283,11 +262,8 @@ def other_settings(rank: int, world_size: int) -> None:
     assert sent > 1, sent
 
 
-def test_other_settings() -> None:
-    run_ranks(2, other_settings)
-
-
-def under_ddp(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_under_ddp(rank: int, world_size: int) -> None:
     """Gradients stay local, and with clip="late" messages of the second stage leave during backward."""
     left, ends = [], []
     for options in ({"clip": "late"}, {}, {"fused_warmup": True}):
@@ -303,18 +279,14 @@ def under_ddp(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
             if step == 2:
                 ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
-        sums = optimizer.communicator.all_gather_object([p.detach().double().sum().item() for p in model.parameters()])
-        assert all(row == sums[0] for row in sums)
+        assert same_on_all_ranks(model.parameters())
     assert left == [False] * 4 + [True] * 2 + [False] * 12
     assert torch.equal(ends[0], ends[1]) and torch.allclose(ends[1], ends[2], atol=2e-3), "the warmup stage is the same"
     assert "zero_stage=1" in optimizer.describe()
 
 
-def test_under_ddp() -> None:
-    run_ranks(2, under_ddp)
-
-
-def unusual_groups(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_unusual_groups(rank: int, world_size: int) -> None:
     """Groups without elements, groups that come later, and a state that moves to another device."""
     empty = [nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3, 0))]
     optimizer = OnebitAdam([{"params": empty}, {"params": []}], freeze_step=2, **ZERO)
@@ -334,11 +306,8 @@ def unusual_groups(rank: int, world_size: int) -> None:
     assert {moment.device.type for moment in state.moments.shards.exp_avg + state.moments.shards.exp_avg_sq} == {"meta"}
 
 
-def test_unusual_groups() -> None:
-    run_ranks(3, unusual_groups)
-
-
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_state_of_other_ranks_is_refused(rank: int, world_size: int) -> None:
     _, optimizer = make(rank, 2, **ZERO)
     state_dict = optimizer.state_dict()
     everyone: list[Any] = [None] * world_size
@@ -352,25 +321,3 @@ def refused(rank: int, world_size: int) -> None:
     params, optimizer = make(rank, 0, zero_stage=rank)
     with pytest.raises(ValueError, match="differ"):
         go_on(rank, params, optimizer, range(1))
-
-
-@pytest.mark.parametrize(
-    ("cls", "options", "message"),
-    [
-        (OnebitAdam, {"zero_stage": 3}, r"zero_stage must be one of \[0, 1, 2\], got 3"),
-        (OnebitAdam, {"zero_stage": 2, "clip": "local"}, "zero_stage=2 needs clip='late'"),
-        (OnebitAdam, {"zero_stage": 1, "state": "float32"}, "zero_stage=1 needs state='compact', got 'float32'"),
-        (OnebitAdam, {"zero_stage": 1, "warmup_bits": 32}, r"warmup_bits to be one of \[4, 8\], got 32"),
-        (ZeroOneAdam, {"zero_stage": 1}, "zero_stage=1 is not supported with ZeroOneAdam"),
-        (OnebitLamb, {"zero_stage": 1}, "zero_stage=1 is not supported with OnebitLamb"),
-    ],
-)
-def test_what_cannot_be_had_is_refused(cls: type, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        cls([nn.Parameter(torch.zeros(3))], **options)
-    with pytest.raises(TypeError, match="zero_stage must be an int"):
-        cls([nn.Parameter(torch.zeros(3))], zero_stage=True)
-
-
-def test_state_of_other_ranks_is_refused() -> None:
-    run_ranks(2, refused)

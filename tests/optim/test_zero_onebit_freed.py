@@ -20,13 +20,12 @@ from torch.utils.checkpoint import checkpoint
 import hf_compressopt
 from hf_compressopt import OnebitAdam, attach_ddp, load_state, save_state
 from hf_compressopt.optim.late import LATE_CLIP
-from tests.optim.test_compact_state import go_on
-from tests.optim.test_compact_state import make as make_by_hand
-from tests.optim.test_late_clip import CLIP, FREEZE, STEPS, make
-from tests.optim.test_warmup_hook import Net, data
 from tests.optim.test_zero_onebit import everything
 from tests.oracles.steps import same
-from tests.support.harness import run_ranks
+from tests.support.ddp_runs import CLIP, FREEZE, STEPS, Net, backward, end_step, loss_of, make, scaler_of
+from tests.support.family import assign, go_on
+from tests.support.family import make as make_by_hand
+from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.spreading import Share
 
 ZERO = {"zero_stage": 2}
@@ -61,64 +60,40 @@ class Segments(Net):
         return x
 
 
-def make_net(options: dict[str, Any], **more: Any) -> tuple[nn.Module, OnebitAdam]:
-    checkpoints = options.pop("checkpoints", False)
-    net, optimizer = make(options.pop("clip", "sketch"), **options, **more)
-    if checkpoints:
-        net.__class__ = Segments
-    return net, optimizer
-
-
-def train(rank: int, name: str, given: dict[str, Any]) -> dict[str, Any]:
+def check_bits(rank: int, name: str, given: dict[str, Any]) -> None:
     options = {**VARIANTS[name], **given}
     accumulate, also = options.pop("accumulate", 1), options.pop("also", lambda rank, step: True)
-    scaled, by_closure, late = (options.pop(key, False) for key in ("scaler", "closure", "late"))
-    pairs = [make_net(dict(options), zero_stage=stage) for stage in (1, 2)]
-    scalers = [hf_compressopt.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=scaled) for _ in pairs]
-    equal, freed = [], []
+    scaled, closure, late, checkpoints = (
+        options.pop(key, False) for key in ("scaler", "closure", "late", "checkpoints")
+    )
+    pairs = [make(**options, zero_stage=stage) for stage in (1, 2)]
+    scalers = [scaler_of(256.0, scaled, growth_interval=2) for _ in pairs]
     for step in range(STEPS):
         for (net, optimizer), scaler in zip(pairs, scalers, strict=True):
-            frees = optimizer.zero_stage == 2
+            net.__class__ = Segments if checkpoints else Net
 
-            def backward(net: Any = net, optimizer: Any = optimizer, scaler: Any = scaler, step: int = step) -> Any:
+            def run(net: Any = net, optimizer: Any = optimizer, scaler: Any = scaler, step: int = step) -> Any:
                 for part in range(accumulate):
-                    x = data(rank, step, part).to(next(net.parameters()).dtype)
-                    loss = scaler.scale(net(x, also(rank, step)).square().mean())
+                    loss = scaler.scale(loss_of(net, rank, step, part, also(rank, step)))
                     with optimizer.no_sync() if part < accumulate - 1 or late else nullcontext():
                         loss.backward()
                 return loss
 
-            if by_closure:
-                optimizer.step(backward)
-            else:
-                backward()
-                if frees:
-                    kept = {id(p) for g in optimizer.param_groups if g["non_freeze"] for p in g["params"]}
-                    freed.append(all(p.grad is None for p in net.parameters() if id(p) not in kept))
-                scaler.step(optimizer)
-                scaler.update()
-            optimizer.zero_grad()
+            if closure:
+                optimizer.step(run)
+                optimizer.zero_grad()
+                continue
+            run()
+            if optimizer.zero_stage == 2 and not checkpoints:  # whose backwards are inside another one
+                kept = {id(p) for g in optimizer.param_groups if g["non_freeze"] for p in g["params"]}
+                assert all(p.grad is None for p in net.parameters() if id(p) not in kept) != late, name
+            end_step(optimizer, scaler)
         first, second = (everything(list(net.parameters()), optimizer) for net, optimizer in pairs)
-        equal.append(all(any(torch.equal(a, b) for b in second) for a in first))
-    weights = [p.detach().float().numpy() for p in pairs[1][0].parameters()]
-    sent = [optimizer.traffic.total_bytes for _, optimizer in pairs]
-    alike = {"stage": pairs[1][1].plan.stage.number, "weights": weights}
-    return {**alike, "equal": equal, "freed": freed, "sent": sent, "closure": by_closure, "late": late}
-
-
-def train_all(rank: int, world_size: int, names: list[str], options: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {name: train(rank, name, options) for name in names}
-
-
-def check_bits(ranks: list[dict[str, dict[str, Any]]]) -> None:
-    for results in ranks:
-        for name, result in results.items():
-            assert result["equal"] == [True] * STEPS and result["stage"] == 1, name
-            if name != "checkpoints":  # each of its backwards is inside another one, whose end is not known
-                assert result["freed"] == [not result["late"]] * (0 if result["closure"] else STEPS), name
-            assert result["sent"][0] == result["sent"][1] > 0, f"{name}: not a byte more"
-            for mine, theirs in zip(result["weights"], ranks[0][name]["weights"], strict=True):
-                assert mine.tobytes() == theirs.tobytes(), name
+        assert all(any(torch.equal(a, b) for b in second) for a in first), (name, step)
+    (_, one), (net, two) = pairs
+    assert two.plan.stage.number == 1, name
+    assert one.traffic.total_bytes == two.traffic.total_bytes > 0, f"{name}: not a byte more"
+    assert same_on_all_ranks(net.parameters()), name
 
 
 @pytest.mark.invariant(1)
@@ -130,55 +105,46 @@ def check_bits(ranks: list[dict[str, dict[str, Any]]]) -> None:
         *(pytest.param(ranks, Share(0, 1), id=f"{ranks}", marks=pytest.mark.full) for ranks in (2, 3)),
     ],
 )
-def test_without_clipping_the_bits_are_those_of_stage_1(world_size: int, share: Share) -> None:
-    check_bits(run_ranks(world_size, train_all, share.of(VARIANTS), {}, timeout=300))
+@on_ranks(timeout=300)
+def test_without_clipping_the_bits_are_those_of_stage_1(rank: int, world_size: int, share: Share) -> None:
+    for name in share.of(VARIANTS):
+        check_bits(rank, name, {})
 
 
-def test_in_two_levels_too() -> None:
-    check_bits(run_ranks(4, train_all, ["other graphs"], TWO_LEVELS, timeout=300))
+@on_ranks(4, timeout=300)
+def test_in_two_levels_too(rank: int, world_size: int) -> None:
+    check_bits(rank, "other graphs", TWO_LEVELS)
 
 
 # -- clipping ---------------------------------------------------------------------------------------------------------
 
 
-def clipped(rank: int, world_size: int, max_norm: float) -> list[torch.Tensor]:
-    """Clipping by option, by a call, and of gradients that carry a loss scale."""
+@on_ranks(3)
+def test_clipping_by_option_by_call_and_with_a_scaler(rank: int, world_size: int) -> None:
     runs, norms = [], []
     for how in ("option", "call", "scaler"):
-        net, optimizer = make("sketch", max_norm if how == "option" else 0.0, **ZERO)
-        scaler = hf_compressopt.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=how == "scaler")
+        net, optimizer = make("sketch", CLIP if how == "option" else 0.0, **ZERO)
+        scaler = scaler_of(64.0, how == "scaler", growth_interval=2)
         norms.append([])
         for step in range(STEPS):
-            scaler.scale(net(data(rank, step)).square().mean()).backward()
+            backward(net, rank, step, scaler=scaler)
             if how == "call":
-                norms[-1].append(float(optimizer.clip_grad_norm_(max_norm, net.parameters())))
+                norms[-1].append(float(optimizer.clip_grad_norm_(CLIP, net.parameters())))
             elif how == "scaler":
                 scaler.unscale_(optimizer)
-                norms[-1].append(float(optimizer.clip_grad_norm_(max_norm)))
-            scaler.step(optimizer)
-            scaler.update()
+                norms[-1].append(float(optimizer.clip_grad_norm_(CLIP)))
+            end_step(optimizer, scaler)
             if how == "option":
                 norms[-1].append(float(optimizer._tensors[LATE_CLIP][0]))
-            optimizer.zero_grad()
         runs.append([p.detach().clone() for p in net.parameters()])
     assert norms[0] == pytest.approx(norms[1], rel=1e-6) and norms[0] == pytest.approx(norms[2], rel=1e-4)
-    assert min(norms[0]) > max_norm
-    true = torch.cat([torch.zeros(0), *(p.grad.reshape(-1) for p in gradients_of(rank, 0))])
+    assert min(norms[0]) > CLIP
+    net, _ = make()
+    backward(net, rank, 0)
+    true = torch.cat([p.grad.reshape(-1) for p in net.parameters() if p.grad is not None])
     dist.all_reduce(true)
     assert norms[0][0] == pytest.approx(float(true.norm()) / world_size, rel=0.02), "4 bits are all that is between"
-    assert same(runs[0], runs[1])
-    return runs[0]
-
-
-def gradients_of(rank: int, step: int) -> list[nn.Parameter]:
-    net, _ = make("sketch")
-    net(data(rank, step)).square().mean().backward()
-    return [p for p in net.parameters() if p.grad is not None]
-
-
-def test_clipping_by_option_by_call_and_with_a_scaler() -> None:
-    ranks = run_ranks(3, clipped, CLIP)
-    assert all(same(run, ranks[0]) for run in ranks)
+    assert same(runs[0], runs[1]) and same_on_all_ranks(runs[0])
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -213,8 +179,12 @@ def layers(width: int = WIDTH) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
 
 
-def bytes_of_a_run(rank: int, world_size: int, bucket_cap_mb: float) -> tuple[list[float], list[float], int]:
-    """Bytes per parameter at the peak of a run, and after it; most matrices' gradients in a backward; in a bucket."""
+@pytest.mark.full
+@pytest.mark.parametrize("matrices", [1, 2])
+@on_ranks(4)
+def test_bytes_of_a_whole_run(rank: int, world_size: int, matrices: int) -> None:
+    """AdamW under DDP has 16 bytes per parameter: parameters, buckets that are gradients, and two moments."""
+    bucket_cap_mb = (matrices + 0.01) * 4 * WIDTH**2 / 2**20
     with Alive() as alive:
         torch.manual_seed(0)
         net = layers()
@@ -240,34 +210,30 @@ def bytes_of_a_run(rank: int, world_size: int, bucket_cap_mb: float) -> tuple[li
             optimizer.zero_grad()
         gc.collect()
         after = alive.now()
-    return [alive.peak / numel, after / numel], most, int(bucket_cap_mb * 2**20 / 4 / WIDTH**2)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("matrices", [1, 2])
-def test_bytes_of_a_whole_run(matrices: int) -> None:
-    """AdamW under DDP has 16 bytes per parameter: parameters, buckets that are gradients, and two moments."""
-    for (peak, after), most, in_bucket in run_ranks(4, bytes_of_a_run, (matrices + 0.01) * 4 * WIDTH**2 / 2**20):
-        assert in_bucket == matrices
-        assert max(most) <= matrices + 1, "gradients of matrices that are alive at the same time"
-        assert peak <= 16 * 2 / 3
-        assert after <= 4 + 2.6, "parameters, and the state of the compressed stage"
+    (peak, after), most, in_bucket = (
+        [alive.peak / numel, after / numel],
+        most,
+        int(bucket_cap_mb * 2**20 / 4 / WIDTH**2),
+    )
+    assert in_bucket == matrices
+    assert max(most) <= matrices + 1, "gradients of matrices that are alive at the same time"
+    assert peak <= 16 * 2 / 3
+    assert after <= 4 + 2.6, "parameters, and the state of the compressed stage"
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
-def cross(rank: int, world_size: int, folder: str) -> None:
-    """Checkpoints of stages 1 and 2 load into each other: without clipping the run goes on bit for bit."""
+@pytest.mark.invariant(22)
+@on_ranks(3)
+def test_stages_1_and_2_load_each_other(rank: int, world_size: int, tmp_path: Path) -> None:
     for stop in (2, 5):
         for before, after in ((1, 2), (2, 1)):
             params, optimizer = make_by_hand(rank, stop, zero_stage=before)
-            save_state(optimizer, f"{folder}/{stop}-{before}")
+            save_state(optimizer, f"{tmp_path}/{stop}-{before}")
             loaded_params, loaded = make_by_hand(rank, 0, zero_stage=after)
-            with torch.no_grad():
-                for p, q in zip(loaded_params, params, strict=True):
-                    p.copy_(q)
-            load_state(loaded, f"{folder}/{stop}-{before}")
+            assign(loaded_params, params)
+            load_state(loaded, f"{tmp_path}/{stop}-{before}")
             for _ in range(2):
                 pairs = zip(optimizer._states, loaded._states, strict=True)
                 assert all(same(list(a.errors.values()), list(b.errors.values())) for a, b in pairs)
@@ -278,93 +244,51 @@ def cross(rank: int, world_size: int, folder: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.invariant(22)
-def test_stages_1_and_2_load_each_other(tmp_path: Path) -> None:
-    run_ranks(3, cross, str(tmp_path))
+def save_here(rank: int, world_size: int, folder: str) -> None:
+    for stop in (2, 5):
+        save_state(make_by_hand(rank, stop, **ZERO)[1], f"{folder}/{stop}")
 
 
-def elastic(rank: int, world_size: int, folder: str, stop: int) -> None:
-    params, optimizer = make_by_hand(rank, 0, **ZERO)
-    load_state(optimizer, folder)
-    go_on(rank, params, optimizer, range(stop, stop + 3))
-    sums = optimizer.communicator.all_gather_object([p.detach().double().sum().item() for p in params])
-    assert all(row == sums[0] for row in sums) and all(p.isfinite().all() for p in params)
-
-
-def save_here(rank: int, world_size: int, folder: str, stop: int) -> None:
-    save_state(make_by_hand(rank, stop, **ZERO)[1], folder)
+def elastic(rank: int, world_size: int, folder: str) -> None:
+    for stop in (2, 5):
+        params, optimizer = make_by_hand(rank, 0, **ZERO)
+        load_state(optimizer, f"{folder}/{stop}")
+        go_on(rank, params, optimizer, range(stop, stop + 3))
+        assert same_on_all_ranks(params) and all(p.isfinite().all() for p in params)
 
 
 @pytest.mark.invariant(22)
-@pytest.mark.parametrize("stop", [2, 5])
-def test_another_number_of_ranks(stop: int, tmp_path: Path) -> None:
-    run_ranks(3, save_here, str(tmp_path), stop)
+def test_another_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(3, save_here, str(tmp_path))
     for ranks in (1, 2, 4):
-        run_ranks(ranks, elastic, str(tmp_path), stop)
+        run_ranks(ranks, elastic, str(tmp_path))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
-def bad_backward(rank: int, world_size: int, scaled: bool) -> dict[str, Any]:
-    """In a step of each stage one rank's loss is not a number."""
-    net, optimizer = make("sketch", CLIP, **ZERO)
-    scaler = hf_compressopt.GradScaler("cpu", init_scale=64.0, enabled=scaled)
-    kept, skipped = [], []
-    for step in range(STEPS):
-        before = everything(list(net.parameters()), optimizer)
-        loss = scaler.scale(net(data(rank, step)).square().mean())
-        (loss * math.nan if rank == 1 and step in (1, 6) else loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        after = everything(list(net.parameters()), optimizer)
-        kept.append(len(before) == len(after) and all(map(same_bits, before, after)))
-        skipped.append(optimizer.step_was_skipped)
-    return {"kept": kept, "skipped": skipped, "weights": [p.detach().clone() for p in net.parameters()]}
-
-
 @pytest.mark.invariant(13)
 @pytest.mark.parametrize("scaled", [False, True])
-def test_all_ranks_skip_a_step_and_nothing_has_changed(scaled: bool) -> None:
-    ranks = run_ranks(2, bad_backward, scaled)
-    for result in ranks:
-        assert result["skipped"] == [step in (1, 6) for step in range(STEPS)]
-        assert scaled or result["kept"] == result["skipped"]  # a scaler's new scale is a part of the state
-        assert same(result["weights"], ranks[0]["weights"])
+@on_ranks(2)
+def test_all_ranks_skip_a_step_and_nothing_has_changed(rank: int, world_size: int, scaled: bool) -> None:
+    """In a step of each stage one rank's loss is not a number."""
+    net, optimizer = make("sketch", CLIP, **ZERO)
+    scaler = scaler_of(64.0, scaled)
+    for step in range(STEPS):
+        before = everything(list(net.parameters()), optimizer)
+        loss = scaler.scale(loss_of(net, rank, step))
+        (loss * math.nan if rank == 1 and step in (1, 6) else loss).backward()
+        end_step(optimizer, scaler)
+        after = everything(list(net.parameters()), optimizer)
+        assert optimizer.step_was_skipped == (step in (1, 6))
+        if not scaled:  # a scaler's new scale is a part of the state
+            kept = len(before) == len(after) and all(map(same_bits, before, after))
+            assert kept == (step in (1, 6))
+    assert same_on_all_ranks(net.parameters())
 
 
 # -- what is thrown away, and what is refused --------------------------------------------------------------------------
-
-
-def thrown_away(rank: int, world_size: int) -> None:
-    """zero_grad(), gradients that are given, and a backward that raises leave no trace."""
-    runs = []
-    for abandon in (False, True):
-        net, optimizer = make("sketch", CLIP, **ZERO)
-        for step in range(STEPS):
-            if abandon:
-                net(data(rank, step, part=7)).square().mean().backward()
-                optimizer.zero_grad()
-                handle = net.first.weight.register_hook(_raise)
-                with pytest.raises(RuntimeError, match="on purpose"):
-                    net(data(rank, step, part=8)).square().mean().backward()
-                handle.remove()
-                optimizer.zero_grad()
-            net(data(rank, step)).square().mean().backward()
-            optimizer.step()
-        runs.append(everything(list(net.parameters()), optimizer))
-    assert same(*runs)
-    twins = [make("sketch", zero_stage=stage) for stage in (1, 2)]
-    for step in range(STEPS):
-        for net, optimizer in twins:
-            plain, _ = make("sketch")
-            plain(data(rank, step)).square().mean().backward()
-            net(data(rank, step, part=7)).square().mean().backward()
-            optimizer.step(grads=[p.grad for g in optimizer.param_groups for p in plain_like(net, plain, g)])
-            optimizer.zero_grad()
-        assert same(*([p.detach() for p in net.parameters()] for net, _ in twins))
 
 
 def plain_like(net: nn.Module, plain: nn.Module, group: dict[str, Any]) -> list[nn.Parameter]:
@@ -376,17 +300,44 @@ def _raise(grad: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("on purpose")
 
 
-def test_what_is_thrown_away_leaves_no_trace() -> None:
-    run_ranks(2, thrown_away)
+@on_ranks(2)
+def test_what_is_thrown_away_leaves_no_trace(rank: int, world_size: int) -> None:
+    """zero_grad(), gradients that are given, and a backward that raises leave no trace."""
+    runs = []
+    for abandon in (False, True):
+        net, optimizer = make("sketch", CLIP, **ZERO)
+        for step in range(STEPS):
+            if abandon:
+                loss_of(net, rank, step, part=7).backward()
+                optimizer.zero_grad()
+                handle = net.first.weight.register_hook(_raise)
+                with pytest.raises(RuntimeError, match="on purpose"):
+                    loss_of(net, rank, step, part=8).backward()
+                handle.remove()
+                optimizer.zero_grad()
+            backward(net, rank, step)
+            optimizer.step()
+        runs.append(everything(list(net.parameters()), optimizer))
+    assert same(*runs)
+    twins = [make("sketch", zero_stage=stage) for stage in (1, 2)]
+    for step in range(STEPS):
+        for net, optimizer in twins:
+            plain, _ = make("sketch")
+            backward(plain, rank, step)
+            loss_of(net, rank, step, part=7).backward()
+            optimizer.step(grads=[p.grad for g in optimizer.param_groups for p in plain_like(net, plain, g)])
+            optimizer.zero_grad()
+        assert same(*([p.detach() for p in net.parameters()] for net, _ in twins))
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_misuse_is_refused_on_all_ranks_together(rank: int, world_size: int) -> None:
     for switched in (False, True):
         net, optimizer = make("sketch", **ZERO)
         steps = iter(range(100))
 
         def backward(net: Any = net, steps: Any = steps) -> None:
-            net(data(rank, next(steps))).square().mean().backward()
+            loss_of(net, rank, next(steps)).backward()
 
         for _ in range(FREEZE + 2 if switched else 0):
             backward()
@@ -432,7 +383,7 @@ def refused(rank: int, world_size: int) -> None:
             attach_ddp(DistributedDataParallel(net), optimizer)
         wrapped = DistributedDataParallel(copy.deepcopy(net))
         alone = OnebitAdam(wrapped.parameters(), **ZERO)
-        wrapped(data(rank, 0)).square().mean().backward()
+        loss_of(wrapped, rank, 0).backward()
         with pytest.raises(ValueError, match=r"DistributedDataParallel"):
             alone.step()
     embedding = nn.Embedding(4, 3, sparse=True)
@@ -442,35 +393,28 @@ def refused(rank: int, world_size: int) -> None:
         sparse.step()
 
 
-def test_misuse_is_refused_on_all_ranks_together() -> None:
-    run_ranks(2, refused)
-
-
-def other_scale(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_loss_scale_that_is_not_known(rank: int, world_size: int) -> None:
     net, optimizer = make("sketch", **ZERO)
-    scaler = hf_compressopt.GradScaler("cpu", init_scale=64.0)
+    scaler = scaler_of(64.0)
     for step in range(STEPS):
         if step >= FREEZE + 2:
-            scaler = hf_compressopt.GradScaler("cpu", init_scale=32.0)
-        scaler.scale(net(data(rank, step)).square().mean()).backward()
+            scaler = scaler_of(32.0)
+        backward(net, rank, step, scaler=scaler)
         if step == FREEZE + 2:
             before = everything(list(net.parameters()), optimizer)
             with pytest.raises(ValueError, match=r"loss scale of 64.0, and the scaler used 32.0"):
                 scaler.step(optimizer)
             after = everything(list(net.parameters()), optimizer)
             assert sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)) == 1  # the scale itself
+            optimizer.zero_grad()
         else:
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
+            end_step(optimizer, scaler)
     assert not optimizer.step_was_skipped
 
 
-def test_a_loss_scale_that_is_not_known() -> None:
-    run_ranks(2, other_scale)
-
-
-def unusual(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_unusual_groups(rank: int, world_size: int) -> None:
     """Groups without elements, groups that come later, an optimizer that follows another one, and copies."""
     empty = [nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3, 0))]
     nothing = OnebitAdam([{"params": empty}, {"params": []}], freeze_step=2, **ZERO)
@@ -505,10 +449,6 @@ def unusual(rank: int, world_size: int) -> None:
             optimizer.zero_grad()
         ends.append(params)
     assert same(*ends)
-
-
-def test_unusual_groups() -> None:
-    run_ranks(3, unusual)
 
 
 def test_options() -> None:

@@ -1,20 +1,23 @@
-"""Problems for OnebitAdam as data, and both ways to solve them: on real ranks, and by the simulation."""
+"""Problems for optimizers as data, and both ways to solve them: on real ranks, and by a simulation."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_compressopt import OnebitAdam
+from hf_compressopt import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 from tests.oracles.simulation import OnebitAdamSimulation
+from tests.oracles.simulation_lamb import OnebitLambSimulation
+from tests.oracles.simulation_zero_one import ZeroOneAdamSimulation
 
 BYTES_PER_MB = 2**20
 SAFE_DISTANCE = 3e-7
 ODD = [(7,), (3, 5), (2, 3, 4), (1,), (13,)]
 MASK = [1.0, 0, 1, 0, 0]
+CANCEL = "momentum cancels"
 
 
 def bucket_cap(numel: int) -> float:
@@ -102,6 +105,9 @@ MIXED = {"bucket_cap_mb": bucket_cap(11), "scale_block": 16}
 class Problem:
     """Initial parameters [group][parameter] and local gradients [step][rank][group][parameter] of a case, float32."""
 
+    optimizer: type[Any] = OnebitAdam
+    simulation: type[Any] = OnebitAdamSimulation
+
     def __init__(self, case: Case, world_size: int, seed: int):
         rng = np.random.default_rng(seed)
         self.case, self.world_size = case, world_size
@@ -117,6 +123,10 @@ class Problem:
             for t in range(1, case.steps + 1)
         ]
 
+    @property
+    def schedule(self) -> dict[str, Any]:
+        return {"freeze_step": self.case.freeze_step}
+
     @staticmethod
     def _draw(rng, shape):
         return rng.standard_normal(shape).astype(np.float32)
@@ -130,7 +140,7 @@ class Problem:
 
     def options(self, index, convert):
         """A group's options, its mask converted."""
-        own = {key: value for key, value in self.case.groups[index].items() if key not in ("shapes", "mask")}
+        own = {key: value for key, value in self.case.groups[index].items() if key not in ("shapes", "mask", "scale")}
         if (mask := self.case.groups[index].get("mask")) is not None:
             own["exp_avg_mask"] = convert(np.array(mask, np.float32))
         return own
@@ -147,49 +157,71 @@ class Problem:
         return averages
 
 
-def run_simulation(
-    problem: Problem, kind: type[Any], observe: Callable[[Any], Any], **options: Any
-) -> tuple[Any, list[Any]]:
-    """The finished simulation of a problem, and what `observe` made of it after every step."""
+class LambProblem(Problem):
+    """Its groups may have a "scale", one factor on the initial values of each tensor.
+
+    In the case CANCEL, tensor 1 of every group has a momentum of exactly zero at the freeze.
+    """
+
+    optimizer, simulation = OnebitLamb, OnebitLambSimulation
+
+    def __init__(self, case, world_size, seed):
+        super().__init__(case, world_size, seed)
+        for group, values in zip(case.groups, self.params, strict=True):
+            for i, scale in enumerate(group.get("scale", ())):
+                values[i] *= np.float32(scale)
+        for rank, g in product(range(world_size), range(len(case.groups))) if case.name == CANCEL else ():
+            self.grads[1][rank][g][1] = np.float32(-0.5) * self.grads[0][rank][g][1]
+
+
+class PlainLambProblem(LambProblem):
+    """The warmup stage alone, on one rank."""
+
+    optimizer, schedule = Lamb, {}
+
+    @staticmethod
+    def simulation(groups, world_size, **options):
+        return OnebitLambSimulation(groups, world_size, freeze_step=10**9, **options)
+
+
+class ZeroOneProblem(Problem):
+    """In the case not_finite, the last rank has a gradient with a NaN inside an interval, and one at a sync."""
+
+    optimizer, simulation, schedule = ZeroOneAdam, ZeroOneAdamSimulation, {}
+
+    def __init__(self, case, world_size, seed):
+        super().__init__(case, world_size, seed)
+        for t, i in ((18, 1), (20, 4)) if case.name == "not_finite" else ():
+            self.grads[t - 1][-1][0][i].flat[0] = math.nan if t == 18 else math.inf
+
+
+def run_simulation(problem: Problem, kind: Any = None, **options: Any) -> tuple[Any, np.ndarray, np.ndarray]:
+    """The finished simulation of a problem; after every step each rank's parameters, and LAMB's coefficients.
+
+    kind: Another simulation than the problem's own, with its options.
+    """
     case = problem.case
     kwargs = {key: value for key, value in case.kwargs.items() if key != "bucket_cap_mb"}
     groups = [{"params": params, **problem.options(g, lambda mask: mask)} for g, params in enumerate(problem.params)]
-    simulation = kind(groups, problem.world_size, bucket_numel=case.bucket_numel, **options, **kwargs)
-    history = []
+    options = {"bucket_numel": case.bucket_numel, **problem.schedule, **kwargs, **options}
+    simulation = (kind or problem.simulation)(groups, problem.world_size, **options)
+    history, coeffs = [], []
     for t in range(1, case.steps + 1):
-        for group, spec in zip(simulation.groups, case.groups, strict=True):
-            if case.lrs and "lr" not in spec:
-                group.lr = case.lrs[t - 1]
+        set_rates(problem, simulation.groups, t)
         assert simulation.step(problem.grads[t - 1])
-        history.append(observe(simulation))
-    return simulation, history
+        history.append([simulation.params_of(rank) for rank in range(problem.world_size)])
+        coeffs.append(simulation.lamb_coeffs)
+    return simulation, np.array(history), np.array(coeffs)
 
 
-def simulated_params(simulation: Any) -> np.ndarray:
-    """The parameters of all groups, flat."""
-    return np.concatenate([group.flatten(group.params) for group in simulation.groups])
-
-
-def simulate(problem: Problem):
-    """The finished simulation and the parameters after every step, [steps, numel]."""
-    options = {"freeze_step": problem.case.freeze_step}
-    simulation, history = run_simulation(problem, OnebitAdamSimulation, simulated_params, **options)
-    return simulation, np.stack(history)
-
-
-def first_safe(case: Case, world_size: int, kind: type[Problem], solve: Callable[[Any], tuple[Any, ...]]):
-    """The first problem whose messages keep away from a change of sign, with its solution: a simulation, and more."""
+def first_safe(case: Case, world_size: int, kind: type[Problem] = Problem, *simulation: Any, **options: Any):
+    """The first problem whose messages keep away from a change of sign, and what run_simulation() returns for it."""
     for seed in range(400):
         problem = kind(case, world_size, seed)
-        solution = solve(problem)
+        solution = run_simulation(problem, *simulation, **options)
         if solution[0].min_distance >= SAFE_DISTANCE:
             return problem, *solution
     raise AssertionError(f"{case.name}: no seed keeps every message away from a change of sign")
-
-
-def safe_problem(case: Case, world_size: int):
-    """A safe problem of OnebitAdam, its simulation, and the parameters after every step."""
-    return first_safe(case, world_size, Problem, simulate)
 
 
 def make_params(problem: Problem):
@@ -200,24 +232,30 @@ def make_params(problem: Problem):
 
 def make_optimizer(problem: Problem, **kwargs):
     """The optimizer and its parameters, [group][parameter]."""
-    case = problem.case
     params, groups = make_params(problem)
-    return OnebitAdam(groups, freeze_step=case.freeze_step, **{**case.kwargs, **kwargs}), params
+    return problem.optimizer(groups, **{**problem.schedule, **problem.case.kwargs, **kwargs}), params
 
 
 def set_gradients(problem: Problem, optimizer, params, rank: int, t: int) -> None:
     """Set the gradients of step t: averaged if the plan asks for them, else this rank's own."""
-    grads = problem.averaged(t) if optimizer.plan.reduce_grads else problem.grads[t - 1][rank]
+    plan = getattr(optimizer, "plan", None)
+    grads = problem.averaged(t) if plan is None or plan.reduce_grads else problem.grads[t - 1][rank]
+    give(params, grads)
+    set_rates(problem, optimizer.param_groups, t)
+
+
+def give(params, grads) -> None:
     for group, group_grads in zip(params, grads, strict=True):
         for p, grad in zip(group, group_grads, strict=True):
             p.grad = None if grad is None else torch.from_numpy(grad.copy())
-    set_rates(problem, optimizer, t)
 
 
-def set_rates(problem: Problem, optimizer, t: int) -> None:
-    for group, spec in zip(optimizer.param_groups, problem.case.groups, strict=True):
+def set_rates(problem: Problem, groups: Any, t: int) -> None:
+    """Set the rates of step t in the groups of an optimizer or of a simulation, but those that have their own."""
+    for group, spec in zip(groups, problem.case.groups, strict=True):
         if problem.case.lrs and "lr" not in spec:
-            group["lr"] = problem.case.lrs[t - 1]
+            rate = problem.case.lrs[t - 1]
+            group.update(lr=rate) if isinstance(group, dict) else setattr(group, "lr", rate)
 
 
 def flat_params(params) -> np.ndarray:

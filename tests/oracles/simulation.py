@@ -98,7 +98,7 @@ class SimulatedGroup:
     exp_avg: list[Array] = field(init=False)
     exp_avg_sq: list[Array] = field(init=False)
     steps: list[int] = field(init=False)
-    worker_errors: list[list[Array]] = field(init=False)  # [bucket][rank]
+    worker_errors: list[list[Array]] = field(init=False)  # [bucket][rank], which the simulation makes
     server_errors: list[list[Array]] = field(init=False)  # [bucket][rank]
 
     def __post_init__(self) -> None:
@@ -106,7 +106,6 @@ class SimulatedGroup:
         self.exp_avg = [np.zeros_like(p) for p in self.params]
         self.exp_avg_sq = [np.zeros_like(p) for p in self.params]
         self.steps = [0] * len(self.params)
-        self.worker_errors, self.server_errors = [], []
 
     @property
     def numel(self) -> int:
@@ -139,13 +138,16 @@ def sketched_norm(flat: list[Array], step: int) -> float:
     return float(np.linalg.norm(np.mean(sketches, axis=0)))
 
 
-class OnebitAdamSimulation:
+class Simulation:
+    """What the simulations of all algorithms share."""
+
+    group_class = SimulatedGroup
+
     def __init__(
         self,
         groups: Sequence[dict[str, Any]],
         world_size: int,
         *,
-        freeze_step: int,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -160,18 +162,56 @@ class OnebitAdamSimulation:
         bucket_numel: int = 6_553_600,
     ):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self.groups = [SimulatedGroup(**{**defaults, **group}) for group in groups]
-        self.world_size, self.freeze_step = world_size, freeze_step
-        self.bias_correction, self.eps_inside_sqrt = bias_correction, eps_inside_sqrt
-        self.clip = clip
+        self.groups = [self.group_class(**{**defaults, **group}) for group in groups]
+        self.world_size, self.bucket_numel, self.max_update = world_size, bucket_numel, max_update or np.inf
+        self.bias_correction, self.eps_inside_sqrt, self.clip = bias_correction, eps_inside_sqrt, clip
         self.max_grad_norm, self.scale_block, self.variance_floor = max_grad_norm, scale_block, variance_floor
-        self.bucket_numel, self.max_update = bucket_numel, max_update
-        self.step_count = 0
-        self.min_distance = np.inf
+        self.step_count, self.min_distance = 0, np.inf
+        self.lamb_coeffs: list[float] = []
         for group in self.groups:
-            for begin, end in self._buckets(group):
-                group.worker_errors.append([np.zeros(end - begin) for _ in range(world_size)])
-                group.server_errors.append([np.zeros(e - b) for b, e in chunk_bounds(end - begin, world_size)])
+            self._reset_errors(group)
+
+    def _reset_errors(self, group: SimulatedGroup) -> None:
+        lengths = [end - begin for begin, end in self._buckets(group)]
+        group.worker_errors = [[np.zeros(n) for _ in range(self.world_size)] for n in lengths]
+        group.server_errors = [[np.zeros(e - b) for b, e in chunk_bounds(n, self.world_size)] for n in lengths]
+
+    def _buckets(self, group: SimulatedGroup) -> list[tuple[int, int]]:
+        return [] if group.non_freeze else blocks_of(0, group.numel, self.bucket_numel)
+
+    def _flat(self, grads: Grads) -> list[Array]:
+        """Every rank's gradients of all groups, flat."""
+        rows = ([group.flatten(own) for group, own in zip(self.groups, rank, strict=True)] for rank in grads)
+        return [np.concatenate([np.zeros(0), *row]) for row in rows]
+
+    def _denominator(self, v: Array, eps: float) -> Array:
+        return np.sqrt(v + eps) if self.eps_inside_sqrt else np.sqrt(v) + eps
+
+    def _all_reduce(self, group: SimulatedGroup, messages: Sequence[Array]) -> Array:
+        mean = np.zeros(group.numel)
+        for k, (begin, end) in enumerate(self._buckets(group)):
+            result = simulate_compressed_all_reduce(
+                [x[begin:end] for x in messages], group.worker_errors[k], group.server_errors[k], self.scale_block
+            )
+            mean[begin:end] = result.mean
+            group.worker_errors[k], group.server_errors[k] = result.worker_errors, result.server_errors
+            self.min_distance = min(self.min_distance, result.min_distance)
+        return mean
+
+
+class OnebitAdamSimulation(Simulation):
+    def __init__(self, groups: Sequence[dict[str, Any]], world_size: int, *, freeze_step: int, **kwargs: Any):
+        super().__init__(groups, world_size, **kwargs)
+        self.freeze_step = freeze_step
+
+    def reduces_grads(self, t: int) -> bool:
+        return t <= self.freeze_step
+
+    def params_of(self, rank: int) -> Array:
+        return np.concatenate([group.flatten(group.params) for group in self.groups])
+
+    def moments_of(self, group: SimulatedGroup, rank: int) -> tuple[Array, Array]:
+        return group.flatten(group.exp_avg), group.flatten(group.exp_avg_sq)
 
     def step(self, grads: Grads) -> bool:
         """One step from every rank's local gradients; False when it was skipped because one is not finite."""
@@ -190,16 +230,10 @@ class OnebitAdamSimulation:
                     self._freeze(group)
         return True
 
-    def _buckets(self, group: SimulatedGroup) -> list[tuple[int, int]]:
-        return [] if group.non_freeze else blocks_of(0, group.numel, self.bucket_numel)
-
     def _clip_factor(self, grads: Grads, compressed: bool) -> float:
         if self.max_grad_norm <= 0:
             return 1.0
-        flat = [
-            np.concatenate([np.zeros(0), *(g.flatten(t) for g, t in zip(self.groups, rank, strict=True))])
-            for rank in grads
-        ]
+        flat = self._flat(grads)
         if compressed and self.clip == "local":
             norm = np.sqrt(np.mean([np.sum(f * f) for f in flat]))
         elif compressed:
@@ -208,22 +242,26 @@ class OnebitAdamSimulation:
             norm = np.linalg.norm(np.mean(flat, axis=0))
         return float(min(1.0, self.max_grad_norm / (norm + 1e-6)))  # torch's clip_grad_norm_
 
-    def _denominator(self, v: Array, eps: float) -> Array:
-        return np.sqrt(v + eps) if self.eps_inside_sqrt else np.sqrt(v) + eps
+    def _moments(self, group: SimulatedGroup, i: int, g: Array) -> tuple[Array, Array]:
+        """The corrected moments of tensor i after a gradient."""
+        b1, b2 = group.betas
+        group.steps[i] += 1
+        group.exp_avg[i] = m = b1 * group.exp_avg[i] + (1 - b1) * g
+        group.exp_avg_sq[i] = v = b2 * group.exp_avg_sq[i] + (1 - b2) * g * g
+        if self.bias_correction:
+            return m / (1 - b1 ** group.steps[i]), v / (1 - b2 ** group.steps[i])
+        return m, v
 
     def _warmup_step(self, group: SimulatedGroup, local: list[list[Any]]) -> None:
-        b1, b2 = group.betas
         for i, p in enumerate(group.params):
             grads = [rank[i] for rank in local]
-            if all(g is None for g in grads):
-                continue
-            g = sum(np.zeros(p.shape) if g is None else g for g in grads) / self.world_size
-            group.steps[i] += 1
-            group.exp_avg[i] = m = b1 * group.exp_avg[i] + (1 - b1) * g
-            group.exp_avg_sq[i] = v = b2 * group.exp_avg_sq[i] + (1 - b2) * g * g
-            if self.bias_correction:
-                m, v = m / (1 - b1 ** group.steps[i]), v / (1 - b2 ** group.steps[i])
-            group.params[i] = p * (1 - group.lr * group.weight_decay) - group.lr * m / self._denominator(v, group.eps)
+            if any(g is not None for g in grads):
+                mean = sum(np.zeros(p.shape) if g is None else g for g in grads) / self.world_size
+                self._warm(group, i, *self._moments(group, i, mean))
+
+    def _warm(self, group: SimulatedGroup, i: int, m: Array, v: Array) -> None:
+        decayed = group.params[i] * (1 - group.lr * group.weight_decay)
+        group.params[i] = decayed - group.lr * m / self._denominator(v, group.eps)
 
     def _freeze(self, group: SimulatedGroup) -> None:
         b1, b2 = group.betas
@@ -238,21 +276,10 @@ class OnebitAdamSimulation:
     def _compressed_step(self, group: SimulatedGroup, local: list[list[Any]]) -> None:
         b1, _ = group.betas
         m_flat = group.flatten(group.exp_avg)
-        messages = [b1 * m_flat + (1 - b1) * group.flatten(grads) for grads in local]
-        new = np.zeros(group.numel)
-        for k, (begin, end) in enumerate(self._buckets(group)):
-            result = simulate_compressed_all_reduce(
-                [m[begin:end] for m in messages], group.worker_errors[k], group.server_errors[k], self.scale_block
-            )
-            new[begin:end] = result.mean
-            group.worker_errors[k], group.server_errors[k] = result.worker_errors, result.server_errors
-            self.min_distance = min(self.min_distance, result.min_distance)
-        if not group.params:
-            return
-        for i, m in enumerate(group.unflatten(new)):
+        new = self._all_reduce(group, [b1 * m_flat + (1 - b1) * group.flatten(grads) for grads in local])
+        for i, m in enumerate(group.unflatten(new) if group.params else ()):
             group.steps[i] += 1
             group.exp_avg[i] = m if group.exp_avg_mask is None else m * group.exp_avg_mask
             update = group.exp_avg[i] / self._denominator(group.exp_avg_sq[i], group.eps)
-            if self.max_update:
-                update = np.clip(update, -self.max_update, self.max_update)
+            update = np.clip(update, -self.max_update, self.max_update)
             group.params[i] = group.params[i] * (1 - group.lr * group.weight_decay) - group.lr * update

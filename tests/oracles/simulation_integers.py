@@ -5,6 +5,8 @@ Every operation is rounded to float32 as docs/algorithms.md says, so that real r
 
 import numpy as np
 
+from tests.oracles.simulation import chunk_bounds
+
 BLOCK = 128
 
 
@@ -32,11 +34,6 @@ def quantize(u: np.ndarray, bits: int) -> np.ndarray:
     return out
 
 
-def chunks(numel: int, world_size: int) -> list[slice]:
-    size = -(-numel // (8 * world_size)) * 8
-    return [slice(min(j * size, numel), min((j + 1) * size, numel)) for j in range(world_size)]
-
-
 def sum_in_groups(rows: list[np.ndarray]) -> np.ndarray:
     sums = []
     for start in range(0, len(rows), 4):
@@ -51,30 +48,48 @@ def sum_in_groups(rows: list[np.ndarray]) -> np.ndarray:
 
 
 class Simulation:
-    """The errors of W ranks for one flat buffer that is cut into buckets; compact errors are rounded to 8 bits."""
+    """The errors of W ranks for one flat buffer that is cut into buckets; compact errors are rounded to 8 bits.
 
-    def __init__(self, numel: int, bucket_numel: int, world_size: int, bits: int, *, compact: bool = False) -> None:
-        self.world_size, self.bits, self.compact = world_size, bits, compact
+    Averages that are not served to all ranks are those of a reduce-scatter: each stays with the owner of its chunk.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        bucket_numel: int,
+        world_size: int,
+        bits: int,
+        *,
+        compact: bool = False,
+        served: bool = True,
+    ) -> None:
+        self.world_size, self.bits, self.compact, self.served = world_size, bits, compact, served
         self.buckets = [slice(i, min(i + bucket_numel, numel)) for i in range(0, numel, bucket_numel)]
         self.worker_error = np.zeros((world_size, numel), np.float32)
         self.server_error = np.zeros(numel, np.float32)
 
+    def senders(self, grads: np.ndarray) -> list[tuple[slice, np.ndarray]]:
+        """What is sent, and the ranks whose worker errors it has."""
+        return [(slice(rank, rank + 1), grads[rank]) for rank in range(self.world_size)]
+
     def average(self, grads: np.ndarray) -> np.ndarray:
         """Return the average of gradients [W, numel] that every rank gets; errors change only if it is finite."""
         worker_error, server_error = self.worker_error.copy(), self.server_error.copy()
-        out = np.empty(grads.shape[1], np.float32)
+        out, senders = np.empty(grads.shape[1], np.float32), self.senders(grads)
         for bucket in self.buckets:
-            numel = bucket.stop - bucket.start
-            for chunk in chunks(numel, self.world_size):
-                place = slice(bucket.start + chunk.start, bucket.start + chunk.stop)
-                if place.start == place.stop:
+            for begin, end in chunk_bounds(bucket.stop - bucket.start, self.world_size):
+                if begin == end:
                     continue
+                place = slice(bucket.start + begin, bucket.start + end)
                 sent = []
-                for rank in range(self.world_size):
-                    u = grads[rank, place] + worker_error[rank, place]
+                for ranks, values in senders:
+                    u = values[place] + worker_error[ranks, place][0]
                     sent.append(quantize(u, self.bits))
-                    worker_error[rank, place] = self._stored(u - sent[-1])
-                mean = sum_in_groups(sent) * np.float32(1.0 / self.world_size)
+                    worker_error[ranks, place] = self._stored(u - sent[-1])
+                mean = sum_in_groups(sent) * np.float32(1.0 / len(senders))
+                if not self.served:
+                    out[place] = mean
+                    continue
                 a = mean + server_error[place]
                 out[place] = quantize(a, self.bits)
                 server_error[place] = self._stored(a - out[place])

@@ -8,13 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.simulation import (
-    Array,
-    Grads,
-    OnebitAdamSimulation,
-    SimulatedGroup,
-    simulate_compressed_all_reduce,
-)
+from tests.oracles.simulation import Array, Grads, OnebitAdamSimulation, SimulatedGroup
 
 
 class TensorScales:
@@ -49,41 +43,28 @@ class OnebitLambSimulation(OnebitAdamSimulation):
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         self.scales = [[TensorScales() for _ in group.params] for group in self.groups]
 
-    @property
-    def lamb_coeffs(self) -> list[float]:
-        return [scales.coeff for group in self.scales for scales in group]
-
     def step(self, grads: Grads) -> bool:
         taken = super().step(grads)
         if taken and self.step_count == self.freeze_step:
             self._unite_scales()
+        self.lamb_coeffs = [scales.coeff for group in self.scales for scales in group]
         return taken
 
     def _scales_of(self, group: SimulatedGroup) -> list[TensorScales]:
         return next(scales for other, scales in zip(self.groups, self.scales, strict=True) if other is group)
 
-    def _warmup_step(self, group: SimulatedGroup, local: list[list[Any]]) -> None:
-        b1, b2 = group.betas
-        for i, (p, scales) in enumerate(zip(group.params, self._scales_of(group), strict=True)):
-            grads = [rank[i] for rank in local]
-            if all(g is None for g in grads):
-                continue
-            g = sum(np.zeros(p.shape) if g is None else g for g in grads) / self.world_size
-            group.steps[i] += 1
-            group.exp_avg[i] = m = b1 * group.exp_avg[i] + (1 - b1) * g
-            group.exp_avg_sq[i] = v = b2 * group.exp_avg_sq[i] + (1 - b2) * g * g
-            if self.bias_correction:
-                m, v = m / (1 - b1 ** group.steps[i]), v / (1 - b2 ** group.steps[i])
-            update = m / self._denominator(v, group.eps) + group.weight_decay * p
-            p_norm, update_norm = np.linalg.norm(p), np.linalg.norm(update)
-            scales.coeff = 1.0
-            if p_norm > 0 and update_norm > 0:
-                scales.coeff = float(min(max(p_norm / update_norm, self.min_coeff), self.max_coeff))
-            if scales.coeff != 1:
-                old = self.coeff_beta * scales.coeff_average
-                scales.coeff_average = old + (1 - self.coeff_beta) * scales.coeff
-                scales.coeff_updates += 1
-            group.params[i] = p - group.lr * scales.coeff * update
+    def _warm(self, group: SimulatedGroup, i: int, m: Array, v: Array) -> None:
+        p, scales = group.params[i], self._scales_of(group)[i]
+        update = m / self._denominator(v, group.eps) + group.weight_decay * p
+        p_norm, update_norm = np.linalg.norm(p), np.linalg.norm(update)
+        scales.coeff = 1.0
+        if p_norm > 0 and update_norm > 0:
+            scales.coeff = float(min(max(p_norm / update_norm, self.min_coeff), self.max_coeff))
+        if scales.coeff != 1:
+            old = self.coeff_beta * scales.coeff_average
+            scales.coeff_average = old + (1 - self.coeff_beta) * scales.coeff
+            scales.coeff_updates += 1
+        group.params[i] = p - group.lr * scales.coeff * update
 
     def _unite_scales(self) -> None:
         compressed = [
@@ -115,14 +96,7 @@ class OnebitLambSimulation(OnebitAdamSimulation):
         stretch = np.concatenate([np.full(p.size, s.scaling_coeff) for p, s in zip(group.params, rows, strict=True)])
         m_flat = group.flatten(group.exp_avg)
         messages = [(b1 * m_flat + (1 - b1) * group.flatten(grads)) * stretch for grads in local]
-        new = np.zeros(group.numel)
-        for k, (begin, end) in enumerate(self._buckets(group)):
-            result = simulate_compressed_all_reduce(
-                [m[begin:end] for m in messages], group.worker_errors[k], group.server_errors[k], self.scale_block
-            )
-            new[begin:end] = result.mean / stretch[begin:end]
-            group.worker_errors[k], group.server_errors[k] = result.worker_errors, result.server_errors
-            self.min_distance = min(self.min_distance, result.min_distance)
+        new = self._all_reduce(group, messages) / stretch
         for i, (m, scales) in enumerate(zip(group.unflatten(new), rows, strict=True)):
             group.steps[i] += 1
             if not m.size:

@@ -90,11 +90,9 @@ class LowBitOnebitLamb(LowBitOnebitAdam, OnebitLambSimulation):
 
 
 class LowBitZeroOneAdam(ZeroOneAdamSimulation):
-    def __init__(
-        self, groups: Any, world_size: int, *, bits: int, bucket_numel: int = 6_553_600, **kwargs: Any
-    ) -> None:
-        super().__init__(groups, world_size, bucket_numel=bucket_numel, **kwargs)
-        self.exchange = Exchange(world_size, bits, bucket_numel)
+    def __init__(self, groups: Any, world_size: int, *, bits: int, **kwargs: Any) -> None:
+        super().__init__(groups, world_size, **kwargs)
+        self.exchange = Exchange(world_size, bits, self.bucket_numel)
 
     def step(self, grads: Grads) -> bool:
         if self.reduces_grads(self.step_count + 1):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles import simulation, simulation_integers, simulation_lamb, simulation_low_bits, simulation_zero_one
+from tests.oracles import simulation, simulation_integers, simulation_low_bits
 from tests.oracles.simulation import Array, Compressed, blocks_of, chunk_bounds, distance_to_zero, quantize
 
 
@@ -45,45 +45,26 @@ def simulate_two_levels(
 
 
 class IntegersInTwoLevels(simulation_integers.Simulation):
-    """Operations in float32, as on real ranks."""
+    """The errors of M nodes, alike on the ranks of a node, which average in float32 first."""
 
     def __init__(self, *args: Any, node_size: int) -> None:
         super().__init__(*args)
         self.node_size = node_size
 
-    def average(self, grads: np.ndarray) -> np.ndarray:
-        """Return the average of gradients [W, numel] that every rank gets; errors change only if it is finite."""
-        means = []
+    def senders(self, grads: np.ndarray) -> list[tuple[slice, np.ndarray]]:
+        found = []
         for first in range(0, self.world_size, self.node_size):
             total = grads[first].copy()
             for row in grads[first + 1 : first + self.node_size]:
                 total += row
-            means.append(total * np.float32(1.0 / self.node_size))
-        worker_error, server_error = self.worker_error.copy(), self.server_error.copy()
-        out = np.empty(grads.shape[1], np.float32)
-        for bucket in self.buckets:
-            for chunk in simulation_integers.chunks(bucket.stop - bucket.start, self.world_size):
-                place = slice(bucket.start + chunk.start, bucket.start + chunk.stop)
-                if place.start == place.stop:
-                    continue
-                sent = []
-                for node, mean in enumerate(means):
-                    ranks = slice(node * self.node_size, (node + 1) * self.node_size)
-                    u = mean[place] + worker_error[ranks, place][0]
-                    sent.append(simulation_integers.quantize(u, self.bits))
-                    worker_error[ranks, place] = u - sent[-1]
-                a = simulation_integers.sum_in_groups(sent) * np.float32(1.0 / len(means)) + server_error[place]
-                out[place] = simulation_integers.quantize(a, self.bits)
-                server_error[place] = a - out[place]
-        if np.isfinite(out).all():
-            self.worker_error, self.server_error = worker_error, server_error
-        return out
+            found.append((slice(first, first + self.node_size), total * np.float32(1.0 / self.node_size)))
+        return found
 
 
 def exchange_in_two_levels(monkeypatch: Any, node_size: int) -> None:
     """Have all simulations exchange in two levels."""
-    for module in (simulation, simulation_lamb, simulation_zero_one):
-        monkeypatch.setattr(module, "simulate_compressed_all_reduce", partial(simulate_two_levels, node_size=node_size))
+    two_levels = partial(simulate_two_levels, node_size=node_size)
+    monkeypatch.setattr(simulation, "simulate_compressed_all_reduce", two_levels)
     monkeypatch.setattr(simulation_low_bits, "Simulation", partial(IntegersInTwoLevels, node_size=node_size))
 
 

@@ -8,15 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.simulation import (
-    Array,
-    Grads,
-    SimulatedGroup,
-    blocks_of,
-    chunk_bounds,
-    simulate_compressed_all_reduce,
-    sketched_norm,
-)
+from tests.oracles.simulation import Array, Grads, SimulatedGroup, Simulation, sketched_norm
 
 
 def variance_steps(last: int, scaler: int, first: int = 1) -> list[int]:
@@ -31,7 +23,7 @@ def variance_steps(last: int, scaler: int, first: int = 1) -> list[int]:
 class ZeroOneGroup(SimulatedGroup):
     """A group as flat arrays, one of each rank; `params` and the moments of SimulatedGroup are not kept up."""
 
-    def start(self, world_size: int, bucket_numel: int) -> None:
+    def start(self, world_size: int) -> None:
         flat = self.flatten(self.params)
         self.p = [flat.copy() for _ in range(world_size)]
         self.m = [np.zeros_like(flat) for _ in range(world_size)]
@@ -44,19 +36,14 @@ class ZeroOneGroup(SimulatedGroup):
             for p in self.params
         ]
         self.mask = np.concatenate([np.zeros(0), *masks])
-        self.buckets = [] if self.non_freeze else blocks_of(0, flat.size, bucket_numel)
-        self.reset_errors(world_size)
         self.accumulated = [np.zeros_like(flat) for _ in range(world_size)]  # u
         self.anchor, self.lrs, self.decay = flat.copy(), 0.0, 1.0
 
-    def reset_errors(self, world_size: int) -> None:
-        lengths = [end - begin for begin, end in self.buckets]
-        self.worker_errors = [[np.zeros(n) for _ in range(world_size)] for n in lengths]
-        self.server_errors = [[np.zeros(e - b) for b, e in chunk_bounds(n, world_size)] for n in lengths]
 
-
-class ZeroOneAdamSimulation:
+class ZeroOneAdamSimulation(Simulation):
     """first_step: the number of the first step, 2 in the original, whose first step only counts."""
+
+    group_class = ZeroOneGroup
 
     def __init__(
         self,
@@ -67,34 +54,16 @@ class ZeroOneAdamSimulation:
         var_update_scaler: int = 16,
         local_step_scaler: int = 32678,
         local_step_clipper: int = 16,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
-        eps_inside_sqrt: bool = False,
-        max_grad_norm: float = 0.0,
-        clip: str = "sketch",
-        scale_block: int | None = 4096,
-        variance_floor: float = 0.01,
-        max_update: float | None = None,
-        bucket_numel: int = 6_553_600,
         first_step: int = 1,
+        **kwargs: Any,
     ):
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self.groups = [ZeroOneGroup(**{**defaults, **group}) for group in groups]
+        super().__init__(groups, world_size, **kwargs)
         for group in self.groups:
-            group.start(world_size, bucket_numel)
-        self.world_size, self.var_freeze_step = world_size, var_freeze_step
+            group.start(world_size)
+        self.var_freeze_step, self.shares = var_freeze_step, list[float]()
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
-        self.bias_correction, self.eps_inside_sqrt = bias_correction, eps_inside_sqrt
-        self.clip = clip
-        self.shares: list[float] = []
-        self.max_grad_norm, self.scale_block, self.variance_floor = max_grad_norm, scale_block, variance_floor
-        self.max_update = np.inf if not max_update else max_update
         self.variance_steps = set(variance_steps(var_freeze_step, var_update_scaler, first_step))
         self.step_count = first_step - 1
-        self.min_distance = np.inf
 
     def reduces_grads(self, t: int) -> bool:
         return t in self.variance_steps
@@ -115,6 +84,9 @@ class ZeroOneAdamSimulation:
 
     def params_of(self, rank: int) -> Array:
         return np.concatenate([group.p[rank] for group in self.groups])
+
+    def moments_of(self, group: ZeroOneGroup, rank: int) -> tuple[Array, Array]:
+        return group.m[rank], group.v
 
     def step(self, grads: Grads) -> bool:
         """One step from every rank's local gradients.
@@ -147,10 +119,7 @@ class ZeroOneAdamSimulation:
     def _clip_factors(self, grads: Grads, t: int) -> list[float]:
         if self.max_grad_norm <= 0:
             return [1.0] * self.world_size
-        flat = [
-            np.concatenate([np.zeros(0), *(g.flatten(tensors) for g, tensors in zip(self.groups, rank, strict=True))])
-            for rank in grads
-        ]
+        flat = self._flat(grads)
         own = [float(np.linalg.norm(f)) for f in flat]
         exact = self.reduces_grads(t) or not all(np.isfinite(own))
         mean = float(np.linalg.norm(np.mean(flat, axis=0))) if exact else sketched_norm(flat, t)
@@ -176,9 +145,6 @@ class ZeroOneAdamSimulation:
         """The norm of the mean over the root of the mean of the ranks' squared norms."""
         share = min(1.0, max(0.0, self.usual_share()))
         return float(np.sqrt(share + (1 - share) / self.world_size))
-
-    def _denominator(self, v: Array, eps: float) -> Array:
-        return np.sqrt(v + eps) if self.eps_inside_sqrt else np.sqrt(v) + eps
 
     def _adam(self, group: ZeroOneGroup, i: int, bound: float = np.inf) -> None:
         """Move tensor i, which is alike on all ranks, by `bound` learning rates at most."""
@@ -223,7 +189,7 @@ class ZeroOneAdamSimulation:
                 group.v[at] /= 1 - b2 ** group.variance_counts[i]
             if group.v[at].size:
                 group.v[at] = np.maximum(group.v[at], self.variance_floor * group.v[at].mean())
-        group.reset_errors(self.world_size)
+        self._reset_errors(group)
         group.anchor = group.p[0].copy()
 
     def _local_step(self, group: ZeroOneGroup, local: list[list[Any]], finite: list[bool]) -> None:
@@ -249,14 +215,3 @@ class ZeroOneAdamSimulation:
         group.m = [y / group.lrs for _ in group.m]
         group.accumulated = [np.zeros_like(u) for u in group.accumulated]
         group.lrs, group.decay = 0.0, 1.0
-
-    def _all_reduce(self, group: ZeroOneGroup, messages: Sequence[Array]) -> Array:
-        mean = np.zeros(group.v.size)
-        for k, (begin, end) in enumerate(group.buckets):
-            result = simulate_compressed_all_reduce(
-                [x[begin:end] for x in messages], group.worker_errors[k], group.server_errors[k], self.scale_block
-            )
-            mean[begin:end] = result.mean
-            group.worker_errors[k], group.server_errors[k] = result.worker_errors, result.server_errors
-            self.min_distance = min(self.min_distance, result.min_distance)
-        return mean

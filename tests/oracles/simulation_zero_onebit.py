@@ -74,17 +74,12 @@ class ZeroOnebitAdam(CompactOnebitAdam):
 
     def _update(self, group: SimulatedGroup, local: list[list[Any]], mean: np.ndarray) -> None:
         present = [any(rank[i] is not None for rank in local) for i in range(len(group.params))]
-        b1, b2 = group.betas
         changes = []
         for i, g in enumerate(group.unflatten(mean)):
             if not present[i]:
                 changes.append(np.zeros_like(g))
                 continue
-            group.steps[i] += 1
-            group.exp_avg[i] = m = b1 * group.exp_avg[i] + (1 - b1) * g
-            group.exp_avg_sq[i] = v = b2 * group.exp_avg_sq[i] + (1 - b2) * g * g
-            if self.bias_correction:
-                m, v = m / (1 - b1 ** group.steps[i]), v / (1 - b2 ** group.steps[i])
+            m, v = self._moments(group, i, g)
             changes.append(-group.lr * m / self._denominator(v, group.eps))
         change = group.flatten(changes)
         for k, (begin, end) in enumerate(self._buckets(group)):

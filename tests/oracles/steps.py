@@ -1,29 +1,24 @@
 """Steps of any compressed optimizer on a rank: a skip, low precision, and the comparison of all bits."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from hf_compressopt import average_gradients, load_state, save_state
-from tests.oracles.cases import Problem, flat_params, set_gradients, set_rates
+from tests.oracles.cases import Problem, flat_params, give, make_optimizer, set_gradients, set_rates
 from tests.oracles.simulation import chunk_bounds
-
-#: An optimizer and its parameters, [group][parameter].
-Run = tuple[Any, list[list[torch.nn.Parameter]]]
+from tests.support.harness import same_on_all_ranks
 
 
 def take_steps_of_own_gradients(problem: Problem, optimizer: Any, params: Any, rank: int) -> np.ndarray:
     """Take a problem's steps with this rank's gradients, and return the parameters after each, [steps, elements]."""
     history = []
     for t in range(1, problem.case.steps + 1):
-        for group, grads in zip(params, problem.grads[t - 1][rank], strict=True):
-            for p, grad in zip(group, grads, strict=True):
-                p.grad = None if grad is None else torch.from_numpy(grad.copy())
-        set_rates(problem, optimizer, t)
+        give(params, problem.grads[t - 1][rank])
+        set_rates(problem, optimizer.param_groups, t)
         average_gradients(optimizer)
         optimizer.step()
         history.append(flat_params(params))
@@ -64,17 +59,21 @@ def different(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -
 
 def problems_of_a_skip(
     problem: Problem,
-    make: Callable[[Problem], Run],
     rank: int,
     bad_step: int,
     bad: float,
-    clip: Callable[[Any], object] = lambda optimizer: None,
+    max_norm: float | None = None,
 ) -> list[str]:
     """Skip one step because of a bad gradient; list what differs from a run that never saw that gradient.
 
     The bad gradient is on all ranks where gradients are averaged, else on the last rank alone.
     """
-    (disturbed, params), (undisturbed, others) = make(problem), make(problem)
+
+    def clip(optimizer: Any) -> None:
+        if max_norm is not None:
+            optimizer.clip_grad_norm_(max_norm)
+
+    (disturbed, params), (undisturbed, others) = make_optimizer(problem), make_optimizer(problem)
     problems = []
     for t in range(1, problem.case.steps + 1):
         if t == bad_step:
@@ -98,9 +97,8 @@ def problems_of_a_skip(
 
 def differences_of_resumes(
     problem: Problem,
-    make: Callable[..., Run],
     rank: int,
-    directory: str,
+    directory: Any,
     stops: tuple[int, ...],
     by_dict: tuple[int, ...],
     others: dict[str, Any],
@@ -109,7 +107,7 @@ def differences_of_resumes(
 
     The model's file holds the mean of the ranks' parameters. ``others``: options that the state has to replace.
     """
-    whole, params = make(problem)
+    whole, params = make_optimizer(problem)
     saved = {}
     for t in range(1, problem.case.steps + 1):
         set_gradients(problem, whole, params, rank, t)
@@ -122,7 +120,7 @@ def differences_of_resumes(
     expected, differences = everything(whole, params), []
     for at, ((state_dict, own), mean) in saved.items():
         for way in ("files", "state dict") if at in by_dict else ("files",):
-            optimizer, params = make(problem, **others)
+            optimizer, params = make_optimizer(problem, **others)
             with torch.no_grad():
                 for group, row in zip(params, mean if way == "files" else own, strict=True):
                     for p, value in zip(group, row, strict=True):
@@ -137,18 +135,16 @@ def differences_of_resumes(
     return differences
 
 
-def check_low_precision(
-    problem: Problem, wide: Run, make: Callable[[list[torch.nn.Parameter]], Any], rank: int, dtype: torch.dtype
-) -> None:
+def check_low_precision(problem: Problem, rank: int, dtype: torch.dtype) -> None:
     """Check that parameters are rounded once a step: moments stay float32, and a float32 run stays near.
 
     The problem has one param group.
     """
-    optimizer, (wide_params,) = wide
+    optimizer, (wide_params,) = make_optimizer(problem)
     params = [torch.nn.Parameter(p.detach().to(dtype)) for p in wide_params]
     for p, q in zip(wide_params, params, strict=True):
         p.data.copy_(q.detach())
-    narrow = make(params)
+    narrow = problem.optimizer(params, **problem.schedule, **problem.case.kwargs)
     for t in range(1, problem.case.steps + 1):
         set_gradients(problem, optimizer, [wide_params], rank, t)
         for p, q in zip(wide_params, params, strict=True):
@@ -157,9 +153,7 @@ def check_low_precision(
         optimizer.step()
         narrow.step()
     flat, exact = (torch.cat([p.detach().reshape(-1) for p in tensors]).float() for tensors in (params, wide_params))
-    gathered = [torch.empty_like(flat) for _ in range(problem.world_size)]
-    dist.all_gather(gathered, flat)
-    assert all(torch.equal(gathered[0], other) for other in gathered), "ranks differ"
+    assert same_on_all_ranks(params), "ranks differ"
     assert narrow.state[params[0]]["exp_avg"].dtype == torch.float32
     assert float(((flat - exact).abs() / exact.abs().clamp(min=1)).max()) <= 12 * torch.finfo(dtype).eps
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from collections import Counter
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 from hf_compressopt import GradientCompression, OnebitAdam, OnebitLamb, ZeroOneAdam, average_gradients, cli
@@ -18,7 +20,7 @@ from hf_compressopt.kernels.errors import tensor_of
 from hf_compressopt.planner import cost, estimate, report
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ZERO_ONE_LOCAL, Cluster, Model, Training
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.launching import REPO_ROOT, run_python
 
 RESULTS = REPO_ROOT / "scripts" / "results"
@@ -37,7 +39,7 @@ def test_every_measured_row_is_predicted_within_20_percent() -> None:
     done = run_python([str(REPO_ROOT / "scripts" / "check_planner.py")])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] in (REPO_ROOT / "docs" / "dev" / "planner.md").read_text()
-    lines = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ") and "%" not in line]
+    lines = [line.split(" | ") for line in done.stdout.splitlines() if re.match(r"\| [^-]", line) and "%" not in line]
     measured = [row for row in ROWS if row["method"].removesuffix("_levels") in METHODS]
     # kernels of more passes than there are now
     measured = [row for row in measured if row["file"] == "avx512" or not row["method"].startswith("zero2_int4")]
@@ -149,44 +151,36 @@ def test_low_bit_gradients_leave_during_the_backward_pass(
     assert model.low_bit(8).sent == pytest.approx(count * numel * (1 + 2 / 128), rel=1e-3)
 
 
-def low_bit_bytes(rank: int, world_size: int, numel: int) -> list[float]:
-    found = []
-    for bits in (4, 8):
-        param = torch.nn.Parameter(torch.zeros(numel))
-        compression = GradientCompression([param], f"int{bits}", bucket_cap_mb=0.05)
-        param.grad = torch.ones(numel)
-        compression.average_gradients()
-        found.append(compression.metrics()["bytes_sent_step"])
+def averaged(numel: int, compression: str = "int4", **options: Any) -> GradientCompression:
+    param = torch.nn.Parameter(torch.zeros(numel))
+    found = GradientCompression([param], compression, bucket_cap_mb=0.05, **options)
+    param.grad = torch.ones(numel)
+    found.average_gradients()
     return found
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_low_bit_bytes_are_those_that_are_sent(world_size: int) -> None:
+@on_ranks()
+def test_low_bit_bytes_are_those_that_are_sent(rank: int, world_size: int) -> None:
     model = Model(Training(40_000, 1.0, bucket_cap_mb=0.05), Cluster(world_size, 1, 1e9))
-    for sent in run_ranks(world_size, low_bit_bytes, 40_000):
-        assert sent == pytest.approx([model.low_bit(bits).sent for bits in (4, 8)], rel=0.005)
+    for bits in (4, 8):
+        sent = averaged(40_000, f"int{bits}").metrics()["bytes_sent_step"]
+        assert sent == pytest.approx(model.low_bit(bits).sent, rel=0.005)
 
 
-def bytes_of_levels(rank: int, world_size: int, numel: int) -> tuple[float, float, int]:
-    param = torch.nn.Parameter(torch.zeros(numel))
-    compression = GradientCompression([param], bucket_cap_mb=0.05, node_size=2)
-    param.grad = torch.ones(numel)
-    compression.average_gradients()
-    found = compression.metrics()
-    errors = compression.errors.worker.nbytes + compression.errors.server.nbytes
-    return found["bytes_sent_step"], found["bytes_sent_in_node"], errors
-
-
-def test_bytes_and_errors_in_two_levels_are_those_of_real_ranks() -> None:
+@on_ranks(4)
+def test_bytes_and_errors_in_two_levels_are_those_of_real_ranks(rank: int, world_size: int) -> None:
     numel = 40_000
     training = Training(numel, 1.0, bucket_cap_mb=0.05)
     levels, flat = (Model(training, Cluster(2, 2, 1e9, topology=topology)) for topology in ("auto", "flat"))
-    ranks = run_ranks(4, bytes_of_levels, numel)
     step, expected = levels.low_bit(4), report.Buckets(numel, 4, 13_107, 2).errors
-    for node in (ranks[:2], ranks[2:]):
-        assert sum(between for between, _, _ in node) == pytest.approx(step.on_link, rel=0.01)
-        assert sum(between + inside for between, inside, _ in node) == pytest.approx(2 * step.sent, rel=0.01)
-        assert [errors for _, _, errors in node] == pytest.approx([expected] * 2, rel=0.01)
+    state = averaged(numel, node_size=2)
+    sent = state.metrics()
+    assert state.errors.worker.nbytes + state.errors.server.nbytes == pytest.approx(expected, rel=0.01)
+    of_node = torch.tensor([sent["bytes_sent_step"], sent["bytes_sent_in_node"]])
+    dist.all_reduce(of_node, group=state.communicator.levels.node.process_group)
+    assert float(of_node[0]) == pytest.approx(step.on_link, rel=0.01)
+    assert float(of_node.sum()) == pytest.approx(2 * step.sent, rel=0.01)
     # over gloo all of a flat exchange goes to each rank apart; the planner has a ring, which leaves a node once
     assert step.on_link < 0.6 * flat.low_bit(4).on_link
     memory = report.memory_rows(numel, 4, torch.float32, 2, 0.05, 2)
@@ -257,31 +251,37 @@ def test_the_shares_of_stages_are_those_of_trainers_schedule(steps: int) -> None
     assert report.zero_one_shares(steps, optimizer.warmup_bits < 32) == shares
 
 
-def state_bytes(rank: int, world_size: int, params: int, bucket_cap_mb: float) -> list[list[int]]:
+def nbytes_of(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def most(*counts: int) -> list[int]:
+    """Of each count the largest of all ranks."""
+    found = torch.tensor(counts)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.tolist()
+
+
+def bytes_of_states(param: torch.nn.Parameter, bucket_cap_mb: float) -> list[int]:
     """For each optimizer the bytes in float32, and those of the compact state in the warmup stage and after it."""
-    found: list[list[int]] = []
-    for cls in (OnebitAdam, ZeroOneAdam, OnebitLamb):
-        found.append([])
-        for form, stops in (("float32", [1]), ("compact", [1, 2])):
-            param = torch.nn.Parameter(torch.zeros(params))
-            options = {"freeze_step": 1, "bucket_cap_mb": bucket_cap_mb, "state": form}
-            optimizer = cls([param], **options)
-            for _ in stops:
-                param.grad = torch.ones_like(param)
-                average_gradients(optimizer)
-                optimizer.step()
-                (state,) = optimizer._states
-                moments, tensors = state.moments, [state.worker_error, state.server_error]
-                tensors += [moments.exp_avg, moments.exp_avg_sq, moments.codes]
-                tensors += [tensor for tensor in state.extra.values() if tensor.numel() == params]
-                tensors += [messages.messages for messages in moments.last.values() if messages.messages is not None]
-                found[-1].append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
+    found: list[int] = []
+    for cls, (form, steps) in product((OnebitAdam, ZeroOneAdam, OnebitLamb), (("float32", 1), ("compact", 2))):
+        optimizer = cls([param], freeze_step=1, bucket_cap_mb=bucket_cap_mb, state=form)
+        for _ in range(steps):
+            param.grad = torch.ones_like(param)
+            average_gradients(optimizer)
+            optimizer.step()
+            (state,) = optimizer._states
+            moments, tensors = state.moments, [state.worker_error, state.server_error]
+            tensors += [moments.exp_avg, moments.exp_avg_sq, moments.codes]
+            tensors += [tensor for tensor in state.extra.values() if tensor.numel() == param.numel()]
+            tensors += [messages.messages for messages in moments.last.values() if messages.messages is not None]
+            found.append(nbytes_of(tensors))
     return found
 
 
-def bytes_of_freed(rank: int, world_size: int, params: int, bucket_cap_mb: float) -> list[list[int]]:
+def bytes_of_freed(param: torch.nn.Parameter, bucket_cap_mb: float) -> list[int]:
     """Bytes of the state, and of the means of gradients, between the backward pass and the step of both stages."""
-    param = torch.nn.Parameter(torch.zeros(params))
     optimizer = OnebitAdam([param], zero_stage=2, bucket_cap_mb=bucket_cap_mb, freeze_step=1)
     (state,), found = optimizer._states, []
     for step in range(3):
@@ -293,50 +293,47 @@ def bytes_of_freed(rank: int, world_size: int, params: int, bucket_cap_mb: float
         held = [tensor_of(error) for error in pending]
         held += [message.average.messages for message in early.values()]
         held += [last.messages for last in moments.last.values()]
-        shards = moments.shards.exp_avg + moments.shards.exp_avg_sq if moments.shards else []
-        held += [*shards, moments.codes, moments.exp_avg, moments.exp_avg_sq, state.worker_error, state.server_error]
+        held += moments.shards.exp_avg + moments.shards.exp_avg_sq if moments.shards else []
+        held += [moments.codes, moments.exp_avg, moments.exp_avg_sq, state.worker_error, state.server_error]
         if step != 1:  # its errors were gathered from the warmup stage
-            found.append([sum(tensor.untyped_storage().nbytes() for tensor in held), means])
+            found += [nbytes_of(held), means]
         optimizer.step()
     return found
 
 
-def bytes_under_zero(rank: int, world_size: int, params: int, bucket_cap_mb: float) -> int:
-    param = torch.nn.Parameter(torch.zeros(params))
+def bytes_under_zero(param: torch.nn.Parameter, bucket_cap_mb: float) -> int:
     (state,) = OnebitAdam([param], zero_stage=1, bucket_cap_mb=bucket_cap_mb)._states
     shards, errors = state.moments.shards, [state.worker_error, state.server_error]
-    held = [*errors, state.exp_avg, state.exp_avg_sq, *(shards.exp_avg + shards.exp_avg_sq if shards else ())]
-    return sum(tensor.untyped_storage().nbytes() for tensor in held)
-
-
-def bytes_of_errors(rank: int, world_size: int, numel: int, bucket_cap_mb: float) -> int:
-    errors = GradientCompression([torch.nn.Parameter(torch.zeros(numel))], bucket_cap_mb=bucket_cap_mb).errors
-    return errors.worker.nbytes + errors.server.nbytes
+    return nbytes_of([*errors, state.exp_avg, state.exp_avg_sq, *(shards.exp_avg + shards.exp_avg_sq)])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.05])
-def test_memory_is_what_the_optimizers_hold(world_size: int, bucket_cap_mb: float) -> None:
+@on_ranks()
+def test_memory_is_what_the_optimizers_hold(rank: int, world_size: int, bucket_cap_mb: float) -> None:
     rows = report.memory_rows(40_002, world_size, torch.float32, 2, bucket_cap_mb)
     forms = ("float32", "compact, warmup stage", "compact, then")
     names = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
     expected = [rows[f"{name}, {form}"]["states"] for name in names for form in forms]
+
+    def param() -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.zeros(40_002))
+
     if world_size > 1:
         own = rows["grad_compression"]["states"] - rows["no ZeRO"]["states"]
-        held = run_ranks(world_size, bytes_of_errors, 40_002, bucket_cap_mb)
-        assert max(held) == pytest.approx(own, abs=2 * 16 * 4) and own < 1.1 * 40_002 * (1 + 1 / world_size)
-        under_zero = run_ranks(world_size, bytes_under_zero, 40_002, bucket_cap_mb)
-        assert max(under_zero) == rows["OnebitAdam, zero_stage=1, warmup stage"]["states"]
-        freed = run_ranks(world_size, bytes_of_freed, 40_002, bucket_cap_mb)
-        for number, form in enumerate(("warmup stage", "then")):
+        errors = GradientCompression([param()], bucket_cap_mb=bucket_cap_mb).errors
+        (held,) = most(errors.worker.nbytes + errors.server.nbytes)
+        assert held == pytest.approx(own, abs=2 * 16 * 4) and own < 1.1 * 40_002 * (1 + 1 / world_size)
+        (under_zero,) = most(bytes_under_zero(param(), bucket_cap_mb))
+        assert under_zero == rows["OnebitAdam, zero_stage=1, warmup stage"]["states"]
+        freed = most(*bytes_of_freed(param(), bucket_cap_mb))
+        for form, states, means in (("warmup stage", *freed[:2]), ("then", *freed[2:])):
             row = rows[f"OnebitAdam, zero_stage=2, {form}"]
-            assert max(found[number][0] for found in freed) == pytest.approx(row["states"], abs=world_size * 40)
-            assert max(found[number][1] for found in freed) == row["gradients"]
+            assert states == pytest.approx(row["states"], abs=world_size * 40) and means == row["gradients"]
             assert row["buckets"] > 0 and row["total"] == sum(row[part] for part in report.MEMORY[:-1])
-    ranks = [sum(found, []) for found in run_ranks(world_size, state_bytes, 40_002, bucket_cap_mb)]
-    most = [max(counts) for counts in zip(*ranks, strict=True)]
-    assert most == pytest.approx(expected, abs=4 * 8 * 4)  # chunks have multiples of 8 elements, in each bucket
-    assert [most[index] for index in (1, 2, 4, 5, 7, 8)] == [expected[index] for index in (1, 2, 4, 5, 7, 8)]
+    states = most(*bytes_of_states(param(), bucket_cap_mb))
+    assert states == pytest.approx(expected, abs=4 * 8 * 4)  # chunks have multiples of 8 elements, in each bucket
+    assert [states[index] for index in (1, 2, 4, 5, 7, 8)] == [expected[index] for index in (1, 2, 4, 5, 7, 8)]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -345,12 +342,20 @@ WORDS = ["estimate", "--params", "124e6", "--nodes", "4", "--gpus-per-node", "2"
 NETWORK = ["--bandwidth", "10Gbit", "--compute-seconds", "350ms"]
 
 
+def facts_of(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """What the command says in JSON."""
+    assert cli.main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def four_nodes() -> Model:
+    """That of the command line."""
+    return Model(Training(124_000_000, estimate.seconds("350ms")), Cluster(4, 2, 1.25e9))
+
+
 def test_the_command_tells_time_where_it_knows_the_network(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*WORDS, "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"ranks", "bytes_per_rank"}
-    assert cli.main([*WORDS, *NETWORK, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    model = Model(Training(124_000_000, estimate.seconds("350ms")), Cluster(4, 2, 1.25e9))
+    assert set(facts_of(capsys, *WORDS)) == {"ranks", "bytes_per_rank"}
+    facts, model = facts_of(capsys, *WORDS, *NETWORK), four_nodes()
     assert facts["steps"]["DDP, 32-bit gradients"]["every step"]["seconds"] == model.ddp().seconds
     assert facts["steps"]["DDP, 16-bit gradients"]["every step"]["seconds"] == model.ddp(2).seconds
     stages = facts["steps"]["OnebitAdam"]
@@ -384,16 +389,13 @@ def test_a_models_folder_tells_its_parameters_without_weights(
     for name, model in models.items():
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(tmp_path / name)
-        assert cli.main(["estimate", "--model", str(tmp_path / name), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)["bytes_per_rank"]
+        found = facts_of(capsys, "estimate", "--model", str(tmp_path / name))["bytes_per_rank"]
         assert found["no ZeRO"]["parameters"] == 4 * sum(param.numel() for param in model.parameters())
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16, 32])
 def test_warmup_stages_average_gradients_in_warmup_bits(bits: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*WORDS, *NETWORK, "--json", "--warmup-bits", str(bits)]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    model = Model(Training(124_000_000, estimate.seconds("350ms")), Cluster(4, 2, 1.25e9))
+    facts, model = facts_of(capsys, *WORDS, *NETWORK, "--warmup-bits", str(bits)), four_nodes()
     step = model.low_bit(bits, settled=False) if bits <= 8 else model.ddp(bits // 8)
     assert facts["assumptions"]["warmup_bits"] == bits
     for name, stage in (("OnebitAdam", "warmup"), ("OnebitLamb", "warmup"), ("ZeroOneAdam", "variance")):
@@ -409,8 +411,7 @@ def test_the_default_of_warmup_bits_is_the_optimizers() -> None:
 def test_the_command_knows_topologies(capsys: pytest.CaptureFixture[str]) -> None:
     found = {}
     for topology in ("auto", "two-level", "flat"):
-        assert cli.main([*WORDS, *NETWORK, "--json", "--topology", topology]) == 0
-        facts = json.loads(capsys.readouterr().out)
+        facts = facts_of(capsys, *WORDS, *NETWORK, "--topology", topology)
         found[topology] = facts["steps"]["OnebitAdam"]["compressed"]["on_link"], facts["bytes_per_rank"]
         assert facts["assumptions"]["topology"] == topology
     assert found["auto"] == found["two-level"]
@@ -421,8 +422,7 @@ def test_the_command_knows_topologies(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_one_node_and_16_bit_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["estimate", "--params", "124e6", "--gpus-per-node", "4", "--dtype", "bfloat16", *NETWORK]
-    assert cli.main([*words, "--json"]) == 0
-    steps = json.loads(capsys.readouterr().out)["steps"]
+    steps = facts_of(capsys, *words)["steps"]
     model = Model(Training(124_000_000, estimate.seconds("350ms"), itemsize=2), Cluster(4, 1, 1.25e9))
     assert steps["DDP, 16-bit gradients"]["every step"]["seconds"] == model.ddp().seconds
     assert "DDP, 32-bit gradients" not in steps

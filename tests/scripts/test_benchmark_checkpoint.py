@@ -43,7 +43,9 @@ def test_every_variant_saves_and_loads(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     assert list(folder.iterdir()) == []
     found = json.loads(out.read_text())["ranks"]
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    rows = [
+        line.split(" | ")[0].removeprefix("| ").strip() for line in done.stdout.splitlines() if line.startswith("| ")
+    ]
     assert rows[1:] == [name for name in found[0] if name != "bytes"] and len(rows) == 7
     for rank in found:
         assert 3.9e5 < rank["bytes"] < 4.6e5  # two float32 moments of half of the parameters

@@ -41,47 +41,54 @@ def own_namespaces(pid: int) -> list[str]:
 
 @pytest.mark.full
 def test_loopback(tmp_path: Path) -> None:
-    report = tmp_path / "network.md"
+    report = tmp_path / "network.json"
     text = run([*SCRIPT, "--loopback", *SMALL, "--report", str(report)]).stdout
-    assert report.read_text() in text
-    rows = {row["method"]: row for row in json.loads(report.with_suffix(".json").read_text())}
+    rows = {row["method"]: row for row in json.loads(report.read_text())}
     assert set(rows) == {"ddp", "onebit_adam"} and all(len(row["seconds"]) == 1 for row in rows.values())
     assert rows["ddp"]["ranks"] == 2
     assert rows["ddp"]["sent"] > 4 * rows["ddp"]["numel"]  # 2 (W-1)/W values of 4 bytes; others may use loopback too
-    assert "| OnebitAdam | " in text
+    assert re.search(r"^\| `onebit_adam`, compressed stage *\| \d+ ", text, re.MULTILINE)
     few = [*SMALL[:3], "fp16", *SMALL[3:]]  # of these methods the report has two
     text = run([*SCRIPT, "--loopback", *few, "--missing", "--report", str(report)]).stdout
     assert "(1 of 1, about 0 min left)" in text
-    after = {row["method"]: row for row in json.loads(report.with_suffix(".json").read_text())}
+    after = {row["method"]: row for row in json.loads(report.read_text())}
     assert set(after) == {"ddp", "fp16", "onebit_adam"} and all(after[name] == row for name, row in rows.items())
 
 
 @pytest.mark.full
 def test_methods_of_others(tmp_path: Path) -> None:
-    report = tmp_path / "rivals.md"
-    names = ["powersgd_1", "local_sgd_8", "diloco_32"]
+    report = tmp_path / "rivals.json"
+    names = ["zero_torch", "powersgd_1", "local_sgd_8", "diloco_32"]
     few = ["--models", "tiny", "--methods", *names, "--rounds", "1", "--steps", "3", "--report", str(report)]
     alone = own_network()
-    text = run([*alone, *SCRIPT, "--loopback", *few]).stdout
-    assert "(in a plain loop: DiLoCo, 32 steps; LocalSGD, 8 steps; PowerSGD rank 1)" in text
-    rows = json.loads(report.with_suffix(".json").read_text())
+    run([*alone, *SCRIPT, "--loopback", *few])
+    rows = json.loads(report.read_text())
     assert [row["method"] for row in rows] == names
     values = {row["method"]: row["sent"] / row["numel"] for row in rows}  # in bytes; of LocalSGD once in 8 steps
     assert values["local_sgd_8"] >= 0.5 and all(value > 0 for value in values.values()), values
     # where a namespace of its own is not allowed, other traffic on the loopback device can only add to the count
-    assert not alone or all(value < 0.8 for value in values.values()), values
+    assert not alone or values["zero_torch"] >= 4 and all(values[name] < 0.8 for name in names[1:]), values
 
 
 @pytest.mark.full
 @needs_namespaces
 def test_every_rank_has_a_link_of_its_own_speed(tmp_path: Path) -> None:
-    report = tmp_path / "network.md"
+    report = tmp_path / "network.json"
     known = [("1 Gbit/s", "ddp"), ("1 Gbit/s", "fp16"), ("10 Gbit/s", "zero2"), ("10 Gbit/s", "ddp")]
     rows = [
-        {"model": "tiny", "ranks": 2, "link": link, "method": method, "numel": 1, "seconds": [1.0], "sent": 1.0}
+        {
+            "model": "tiny",
+            "ranks": 2,
+            "link": link,
+            "method": method,
+            "numel": 1,
+            "seconds": [1.0],
+            "sent": 1.0,
+            "per_node": 1,
+        }
         for link, method in known
     ]
-    report.with_suffix(".json").write_text(json.dumps(rows))
+    report.write_text(json.dumps(rows))
     process = subprocess.Popen(
         [*SCRIPT, *SMALL, "--links", "1 Gbit/s", "100 Mbit/s", "--report", str(report)],
         env=environment(),
@@ -91,7 +98,7 @@ def test_every_rank_has_a_link_of_its_own_speed(tmp_path: Path) -> None:
     )
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
-    rows = json.loads(report.with_suffix(".json").read_text())
+    rows = json.loads(report.read_text())
     assert [(row["ranks"], row["link"], row["method"]) for row in rows] == [
         *((2, "10 Gbit/s", method) for method in ("ddp", "zero2")),  # which were measured before
         *((2, "1 Gbit/s", method) for method in ("ddp", "fp16", "onebit_adam")),
@@ -102,21 +109,19 @@ def test_every_rank_has_a_link_of_its_own_speed(tmp_path: Path) -> None:
     assert all(row["sent"] == pytest.approx(4 * row["numel"], rel=0.1) for row in fresh if row["method"] == "ddp")
     compressed = [(row["sent"], row["numel"] / 2 + 2**15) for row in fresh if row["method"] == "onebit_adam"]
     assert all(sent < most for sent, most in compressed), compressed
-    assert report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert own_namespaces(process.pid) == []
 
 
 @pytest.mark.full
 @needs_namespaces
 def test_ranks_of_a_node_share_a_link(tmp_path: Path) -> None:
-    report = tmp_path / "nodes.md"
+    report = tmp_path / "nodes.json"
     words = ["--models", "tiny", "--methods", "ddp", "int4", "int4_levels", "--rounds", "1", "--steps", "3"]
     nodes = ["--nodes", "2", "--ranks-per-node", "2", "--links", "1 Gbit/s", "--report", str(report)]
     text = run([*SCRIPT, *words, *nodes]).stdout
-    rows = {row["method"]: row for row in json.loads(report.with_suffix(".json").read_text())}
+    rows = {row["method"]: row for row in json.loads(report.read_text())}
     assert all((row["ranks"], row["per_node"]) == (4, 2) for row in rows.values())
-    assert "4 ranks on 2 nodes" in text and "AdamW, int4 gradients, two levels" in text
-    assert not report.with_suffix(".png").exists()
+    assert "4 ranks on 2 nodes" in text and "`grad_compression=int4`, hierarchical" in text
     sent = {name: row["sent"] / row["numel"] for name, row in rows.items()}
     assert sent["int4_levels"] < 0.7 * sent["int4"] < 0.7 * sent["ddp"]
 
@@ -151,31 +156,30 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.full
-def test_time_to_loss(tmp_path: Path) -> None:
-    report = tmp_path / "time.md"
-    small = ["--methods", "compute", "adamw", "onebit_adam", "--steps", "10", "--tokens", "8", "--batch-size", "1"]
+def test_whole_runs(tmp_path: Path) -> None:
+    report = tmp_path / "time.json"
+    small = ["--methods", "compute", "ddp", "onebit_adam", "--whole-runs", "10", "--tokens", "8", "--batch-size", "1"]
     quick = ["--loopback", "--evaluated", "4", "--report", str(report)]
-    script = str(REPO_ROOT / "scripts" / "benchmark_time_to_loss.py")
-    for again in ([], ["--reuse"]):
-        text = run([sys.executable, script, *small, *quick, *again]).stdout
-        assert report.read_text() in text and report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-        compute, adamw, onebit = json.loads(report.with_suffix(".json").read_text())
-        assert adamw["steps"] == onebit["steps"] == compute["steps"] == list(range(1, 11))
-        assert adamw["losses"][-1] < adamw["losses"][0] and onebit["losses"] != adamw["losses"]
-        assert adamw["first"] == onebit["first"] == 10  # so short a run stays in its warmup stage
-        assert adamw["sent"] > 7 * onebit["sent"] or not own_network()
-        assert all(row["seconds"] == sorted(row["seconds"]) and row["seconds"][0] > 0 for row in (adamw, onebit))
-    assert "unshaped: " not in text  # nothing was trained again
+    text = run([*SCRIPT, *small, *quick]).stdout
+    compute, ddp, onebit = json.loads(report.read_text())
+    assert ddp["steps"] == onebit["steps"] == compute["steps"] == list(range(1, 11))
+    assert ddp["losses"][-1] < ddp["losses"][0] and onebit["losses"] != ddp["losses"]
+    assert ddp["first"] == onebit["first"] == 10  # so short a run stays in its warmup stage
+    assert ddp["sent"] > 7 * onebit["sent"] or not own_network()
+    assert all(row["seconds"] == sorted(row["seconds"]) and row["seconds"][0] > 0 for row in (ddp, onebit))
+    again = run([*SCRIPT, *small, *quick, "--missing"]).stdout
+    assert "round 1" in text and again == text[text.index("\nWhole runs") :]  # nothing was trained again
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--ranks", "1"], "--ranks must be >= 2, got 1"),
-        (["--report", "nowhere/x.md"], "there is no folder nowhere"),
+        (["--report", "nowhere/x.json"], "there is no folder nowhere"),
         (["--ranks-per-node", "2"], "--ranks-per-node needs --nodes of 2 or more"),
         (["--methods", "int4_levels"], "need --ranks-per-node of 2 or more"),
         (["--missing"], "--missing needs --report"),
+        (["--whole-runs", "20", "--methods", "fp16"], "--methods of --whole-runs must have ddp"),
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:

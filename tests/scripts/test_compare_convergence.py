@@ -1,6 +1,7 @@
 """The script of the reference runs: rows, a report, and no finished run repeated."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -17,8 +18,9 @@ ZERO = "ZeRO-2 and AdamW, int4 both ways"
 @pytest.mark.full
 def test_rows_and_report_come_out_and_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
     command = [*SCRIPT, *SHORT, "optimizers", ZERO, "--output", str(tmp_path)]
-    assert "OnebitLamb, 2 ranks, seed 0, 10 steps: evaluation loss" in run(command).stdout
-    lines, page = (tmp_path / "rows.jsonl").read_text(), (tmp_path / "convergence.md").read_text()
+    page = run(command).stdout
+    assert "OnebitLamb, 2 ranks, seed 0, 10 steps: evaluation loss" in page
+    lines = (tmp_path / "rows.jsonl").read_text()
     rows = {row["name"]: row for row in map(json.loads, lines.splitlines())}
     assert list(rows) == [*OPTIMIZERS, ZERO]
     assert all(3 < row["eval_loss"] < 9 and row["rounds"] == 10 for row in rows.values())
@@ -26,13 +28,10 @@ def test_rows_and_report_come_out_and_a_finished_run_is_not_repeated(tmp_path: P
     assert rows["AdamW"]["bytes"] == 10 * ring
     assert rows["AdamW, int4 gradients"]["bytes"] < 10 * ring / 7.6
     assert rows["OnebitAdam"]["bytes"] < 10 * ring and rows[ZERO]["bytes"] < 10 * ring / 7
-    assert f"| OnebitLamb | 2 | 1 | {rows['OnebitLamb']['eval_loss']:.4f} (" in page
+    assert re.search(rf"\| OnebitLamb +\| 2 +\| 1 +\| {rows['OnebitLamb']['eval_loss']:.4f} +\| [-+]\d", page)
 
-    report = tmp_path / "again.md"
-    report.write_text("kept\n" + page.replace("| OnebitLamb |", "| stale |"))
-    assert "seed 0" not in run([*command, "--report", str(report)]).stdout
-    assert (tmp_path / "rows.jsonl").read_text() == lines and report.read_text() == "kept\n" + page
-    assert len(json.loads((tmp_path / "again.json").read_text())) == 7
-    assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
+    report = tmp_path / "convergence.json"
+    assert len(json.loads(report.read_text())) == 7
+    assert "seed 0" not in run(command).stdout and (tmp_path / "rows.jsonl").read_text() == lines
     elsewhere = [*SCRIPT, *SHORT, "OnebitAdam", "--output", str(tmp_path / "other"), "--report", str(report)]
     assert "seed 0" not in run(elsewhere).stdout  # the JSON beside the report has its row

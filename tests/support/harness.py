@@ -56,20 +56,35 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     return outcomes
 
 
-def on_ranks(*world_sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of `fn(rank, world_size, ...)`, which the ranks run; its further arguments are pytest's."""
+def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of `fn(rank, world_size, ...)`, which the ranks run; its further arguments are pytest's.
+
+    Without world sizes `world_size` is pytest's too.
+    """
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
         def test(**given: Any) -> None:
-            for world_size in world_sizes:
-                run_ranks(world_size, _run_test, fn.__module__, fn.__name__, given)
+            own = (given.pop("world_size"),) if not world_sizes else ()
+            for world_size in world_sizes or own:
+                run_ranks(world_size, _run_test, fn.__module__, fn.__name__, given, timeout=timeout)
 
         test.__name__, test.__qualname__, test.__module__ = fn.__name__, fn.__qualname__, fn.__module__
         test.__doc__, test.on_each_rank = fn.__doc__, fn
-        test.__signature__ = inspect.Signature([*inspect.signature(fn).parameters.values()][2:])
+        test.__signature__ = inspect.Signature([*inspect.signature(fn).parameters.values()][2 if world_sizes else 1 :])
         return test
 
     return decorate
+
+
+def same_on_all_ranks(tensors: Any) -> bool:
+    """True if every rank's tensors, one after the other in float32, have the same bits."""
+    import torch
+    import torch.distributed as dist
+
+    flat = torch.cat([tensor.detach().flatten().float() for tensor in tensors])
+    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, flat)
+    return all(torch.equal(gathered[0].view(torch.int32), other.view(torch.int32)) for other in gathered)
 
 
 def _run_test(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ between guards on the device, and compares.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from hf_compressopt.kernels import (
     CompactErrors,
     Descent,
     Errors,
+    IntegerAverage,
     IntegerFormat,
     LambMoments,
     LambOptions,
@@ -33,6 +34,7 @@ from hf_compressopt.kernels import (
     SignFormat,
     Variance,
     any_nan,
+    library,
     like_errors,
     native,
     reference,
@@ -128,6 +130,12 @@ class Pair:
                 side.append(Segment(tensor, before, stop - start, indices[k], still and k % 3 == 2))
         return *sides, list(cuts)
 
+    def sides(self, *pairs: tuple[Any, Any]) -> Iterator[tuple[Any, ...]]:
+        """The reference and its operands, then the native kernels and theirs."""
+        yield from (
+            (module, *operands) for module, operands in zip((reference, native), zip(*pairs, strict=True), strict=True)
+        )
+
     def check(self) -> None:
         self.arena.check()
         for expected, got in self._pairs:
@@ -141,11 +149,6 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
         k = int(different.nonzero()[0])
         values = f"{got.reshape(-1)[k]} instead of {expected.reshape(-1)[k]}"
         raise AssertionError(f"{int(different.sum())} of {different.numel()} differ, the first at {k}: {values}")
-
-
-def assert_all_same_bits(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for one, other in zip(got, expected, strict=True):
-        assert_same_bits(one, other)
 
 
 def assert_same_bits_but_nan(got: Tensor, expected: Tensor) -> None:
@@ -395,56 +398,60 @@ def check_not_finite(device: torch.device, numel: int, scale_block: int | None) 
 
 def check_combine(device: torch.device, numel: int, segments: int, **options: Any) -> None:
     case = Pair(Arena(device), numel + segments)
-    z, own = combination(case, numel, segments, **options)
-    out, own_out = case.normal(numel, shift=3)
-    reference.combine_(z, out)
-    native.combine_(own, own_out)
+    for k, z, out in case.sides(combination(case, numel, segments, **options), case.normal(numel, shift=3)):
+        k.combine_(z, out)
     case.check()
 
 
 def check_decompress(device: torch.device, form: Form, numel: int, chunks: int, shift: int = 0) -> None:
     case = Pair(Arena(device), numel)
-    y, own_y = average(case, form, numel, chunks)
-    out, own_out = case.normal(numel, shift=shift)
-    reference.decompress_(y, out)
-    native.decompress_(own_y, own_out)
+    for k, y, out in case.sides(average(case, form, numel, chunks), case.normal(numel, shift=shift)):
+        k.decompress_(y, out)
     case.check()
+
+
+def has_nan(y: IntegerAverage) -> bool:
+    """Whether a block is not finite, by the kernel where there is one."""
+    look = native.any_nan if library.has("co_any_nan", y.messages.device) else any_nan
+    return bool(look(y))
 
 
 def check_any_nan(device: torch.device, form: IntegerFormat, numel: int, chunks: int) -> None:
+    """NaN is found in the scales of any chunk, and in no other bytes, which are all ones."""
     case = Pair(Arena(device), numel + chunks)
-    y, own_y = average(case, form, numel, chunks)
-    assert not any_nan(own_y)
-    for start, stop, message in form.chunks(own_y.messages, numel, chunks, y.stride):
+    stride = max(form.sizes(numel, chunks)[0]) + 16
+    _, messages = case.put(torch.full((stride * chunks,), 0xFF, dtype=torch.uint8))
+    y, places = form.average(numel, messages, chunks, stride), []
+    for start, stop, message in form.chunks(messages, numel, chunks, stride):
         scales = form.scales(message, stop - start)
-        for place in {0, len(scales) // 2, len(scales) - 1}:
-            kept = scales[place].clone()
-            scales[place] = math.nan
-            assert bool(any_nan(own_y)), (start, place)
-            scales[place] = kept
-    case.check()
+        scales.fill_(math.inf)  # no NaN: an average's scale is either
+        places += [(scales, place) for place in {0, len(scales) // 2, len(scales) - 1}]
+    assert not has_nan(y)
+    for scales, place in places:
+        scales[place] = math.nan
+        assert has_nan(y), place
+        scales[place] = -1.0
+    case.arena.check()
 
 
 def check_mean(
     device: torch.device, form: IntegerFormat, numel: int, ranks: int, *, shift: int = 0, values: Tensor | None = None
 ) -> None:
     case = Pair(Arena(device), numel + 17 * ranks)
-    messages, own_messages = case.put(messages_of(case, form, numel, ranks, values))
-    out, own_out = torch.empty(numel), case.arena.put(torch.zeros(numel), shift)
-    reference.mean_(form, messages, out, ranks, 3.0 / ranks)
-    native.mean_(form, own_messages, own_out, ranks, 3.0 / ranks)
+    outs = torch.empty(numel), case.arena.put(torch.zeros(numel), shift)
+    for k, messages, out in case.sides(case.put(messages_of(case, form, numel, ranks, values)), outs):
+        k.mean_(form, messages, out, ranks, 3.0 / ranks)
     case.check()
-    assert_same_bits_but_nan(own_out, out)
+    assert_same_bits_but_nan(outs[1], outs[0])
 
 
 def check_add(
     device: torch.device, form: IntegerFormat, numel: int, chunks: int, *, segments: int, decay: float, scale: float
 ) -> None:
     case = Pair(Arena(device), numel + 31 * chunks + segments)
-    y, own_y = average(case, form, numel, chunks)
-    outputs, own_outputs, _ = case.segments(numel, segments, missing=True)
-    reference.add_(y, outputs, decay, scale)
-    native.add_(own_y, own_outputs, decay, scale)
+    averages = average(case, form, numel, chunks)
+    for k, y, outputs in case.sides(averages, case.segments(numel, segments, missing=True)[:2]):
+        k.add_(y, outputs, decay, scale)
     case.check()
 
 
@@ -475,17 +482,17 @@ def check_apply_adam(
 ) -> None:
     """whole: every tensor is there, and none stands still."""
     case = Pair(Arena(device), numel + segments)
-    y, own_y = average(case, SignFormat(scale_block), numel, chunks)
-    m, own_m = case.normal(numel, shift=shift) if with_m else (None, None)
-    v, own_v = variance(case, numel, segments, log=log, shift=shift)
-    params, own_params, _ = case.segments(numel, segments, missing=not whole, still=not whole)
-    corrections, own_corrections = None, None
+    average_ = average(case, SignFormat(scale_block), numel, chunks)
+    momentum = case.normal(numel, shift=shift) if with_m else (None, None)
+    square = variance(case, numel, segments, log=log, shift=shift)
+    tensors = case.segments(numel, segments, missing=not whole, still=not whole)[:2]
+    corrections: tuple[Any, Any] = (None, None)
     if corrected:
         values = torch.rand(segments, 2, generator=case.random) + 0.1
         values[::4, 0] = math.inf
-        corrections, own_corrections = case.put(values)
-    reference.apply_adam_(AdamUpdate(y, m, v, params, descent, beta, corrections))
-    native.apply_adam_(AdamUpdate(own_y, own_m, own_v, own_params, descent, beta, own_corrections))
+        corrections = case.put(values)
+    for k, y, m, v, params, given in case.sides(average_, momentum, square, tensors, corrections):
+        k.apply_adam_(AdamUpdate(y, m, v, params, descent, beta, given))
     case.check()
 
 
@@ -518,13 +525,11 @@ def check_local_step(
     device: torch.device, numel: int, segments: int, *, with_grads: bool, descent: Descent, log: bool = False
 ) -> None:
     case = Pair(Arena(device), numel + segments)
-    m, own_m = case.normal(numel)
-    v, own_v = variance(case, numel, segments, log=log)
-    u, own_u = case.normal(numel)
-    params, own_params, cuts = case.segments(numel, segments, missing=True, still=True)
-    grads, own_grads, _ = case.segments(numel, segments, missing=True, cuts=cuts)
-    reference.local_step_(LocalUpdate(m, v, u, grads if with_grads else None, params, 0.9, descent))
-    native.local_step_(LocalUpdate(own_m, own_v, own_u, own_grads if with_grads else None, own_params, 0.9, descent))
+    operands = case.normal(numel), variance(case, numel, segments, log=log), case.normal(numel)
+    *tensors, cuts = case.segments(numel, segments, missing=True, still=True)
+    gradients = case.segments(numel, segments, missing=True, cuts=cuts)[:2]
+    for k, m, v, u, params, grads in case.sides(*operands, tuple(tensors), gradients):
+        k.local_step_(LocalUpdate(m, v, u, grads if with_grads else None, params, 0.9, descent))
     case.check()
 
 
@@ -532,16 +537,12 @@ def check_sync_parameters(
     device: torch.device, numel: int, segments: int, *, chunks: int, descent: Descent, log: bool = False
 ) -> None:
     case = Pair(Arena(device), numel + segments)
-    y, own_y = average(case, SignFormat(512), numel, chunks)
-    m, own_m = case.normal(numel)
-    anchor, own_anchor = case.normal(numel)
-    v, own_v = variance(case, numel, segments, log=log)
-    u, own_u = case.normal(numel)
-    if chunks == 0:  # as in a run of one rank
-        y, own_y = Average.of(u), Average.of(own_u)
-    params, own_params, _ = case.segments(numel, segments, missing=True, still=True)
-    reference.sync_parameters_(ParameterSync(y, m, anchor, v, u, params, 0.03, descent))
-    native.sync_parameters_(ParameterSync(own_y, own_m, own_anchor, own_v, own_u, own_params, 0.03, descent))
+    operands = average(case, SignFormat(512), numel, chunks), case.normal(numel), case.normal(numel)
+    more = variance(case, numel, segments, log=log), case.normal(numel)
+    tensors = case.segments(numel, segments, missing=True, still=True)[:2]
+    for k, y, m, anchor, v, u, params in case.sides(*operands, *more, tensors):
+        y = y if chunks else Average.of(u)  # as in a run of one rank
+        k.sync_parameters_(ParameterSync(y, m, anchor, v, u, params, 0.03, descent))
     case.check()
 
 
@@ -568,22 +569,21 @@ def check_lamb(
     device: torch.device, numel: int, segments: int, *, chunks: int, options: LambOptions, log: bool = False
 ) -> None:
     case = Pair(Arena(device), numel + segments)
-    y, own_y = average(case, SignFormat(4096), numel, chunks)
-    m, own_m = case.normal(numel)
-    fresh, own_fresh = case.positive(numel)
-    v, own_v = variance(case, numel, segments, log=log)
+    operands = average(case, SignFormat(4096), numel, chunks), case.normal(numel), case.positive(numel)
+    square = variance(case, numel, segments, log=log)
     params, own_params, _ = case.segments(numel, segments, missing=True, still=True)
-    factors, own_factors = case.positive(segments)
-    rates, own_rates = case.positive(segments)
-    start = torch.rand(segments, 3, generator=case.random, dtype=torch.float64)
-    sums, own_sums = start.clone(), case.arena.put(start)
     nonempty = [segment for segment in params if segment.numel]
-    reference.lamb_moments_(LambMoments(y, m, fresh, v, nonempty, factors, sums, options))
-    native.lamb_moments_(LambMoments(own_y, own_m, own_fresh, own_v, own_params, own_factors, own_sums, options))
+    more = case.positive(segments), case.positive(segments)
+    start = torch.rand(segments, 3, generator=case.random, dtype=torch.float64)
+    sums = start.clone(), case.arena.put(start)
+    for k, y, m, fresh, v, tensors, factors, found in case.sides(
+        *operands, square, (nonempty, own_params), more[0], sums
+    ):
+        k.lamb_moments_(LambMoments(y, m, fresh, v, tensors, factors, found, options))
     case.check()
-    torch.testing.assert_close(own_sums.cpu(), sums, rtol=1e-12, atol=0)
-    reference.lamb_apply_(m, v, params, rates, options)
-    native.lamb_apply_(own_m, own_v, own_params, own_rates, options)
+    torch.testing.assert_close(sums[1].cpu(), sums[0], rtol=1e-12, atol=0)
+    for k, m, v, tensors, rates in case.sides(operands[1], square, (params, own_params), more[1]):
+        k.lamb_apply_(m, v, tensors, rates, options)
     case.check()
 
 

@@ -1,6 +1,7 @@
 """Tests of native kernels that run on every device: a test file inherits them, and gives a fixture `device`."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,17 @@ from tests.support.kernel_cases import Form
 _FORMATS = pytest.mark.parametrize("form", cases.FORMATS, ids=str)
 _INTEGERS = pytest.mark.parametrize("form", cases.INTEGERS, ids=str)
 _SOME_BLOCKS = pytest.mark.parametrize("scale_block", (None, 24, 512, 4096))
+
+
+_SCALAR = torch.tensor
+_GIVEN = {"grad_scale": _SCALAR([1024.0]), "clip_factor": _SCALAR(0.7), "found_inf": _SCALAR(0.0)}
+_ADAM_STEPS = (
+    cases.STEP,
+    replace(cases.STEP, adam_w_mode=False, maximize=True, grad_scale=_SCALAR([3.0]), write_grads=True),
+    replace(cases.STEP, weight_decay=0.0, bias_correction=False, lr=_SCALAR(1e-3)),
+    replace(cases.STEP, write_grads=True, **_GIVEN),
+    replace(cases.STEP, found_inf=_SCALAR([1.0]), write_grads=True),
+)
 
 
 class KernelSuite:
@@ -53,9 +65,9 @@ class KernelSuite:
 
     @_INTEGERS
     def test_any_nan(self, device: torch.device, form: IntegerFormat) -> None:
-        for numel in cases.NUMELS:
-            for chunks in (1, 2, 3, 8):
-                cases.check_any_nan(device, form, numel, chunks)
+        for numel, chunks in (*product(cases.NUMELS, (1, 2, 3, 8)), (140_001, 2)):
+            cases.check_any_nan(device, form, numel, chunks)
+        assert not cases.has_nan(form.average(0, torch.zeros(16, dtype=torch.uint8, device=device), 1, 16))
 
     @_INTEGERS
     def test_mean_of_integers(self, device: torch.device, form: IntegerFormat) -> None:
@@ -115,15 +127,8 @@ class KernelSuite:
         cases.check_lamb(device, 1009, 760, chunks=0, options=options)
 
     def test_adam(self, device: torch.device) -> None:
-        sizes, scalar = [0, 1, 5, 1024, 4099, 0], torch.tensor
-        given = {"grad_scale": scalar([1024.0]), "clip_factor": scalar(0.7), "found_inf": scalar(0.0)}
-        for step in (
-            cases.STEP,
-            replace(cases.STEP, adam_w_mode=False, maximize=True, grad_scale=scalar([3.0])),
-            replace(cases.STEP, weight_decay=0.0, bias_correction=False, lr=scalar(1e-3)),
-            replace(cases.STEP, write_grads=True, **given),
-            replace(cases.STEP, found_inf=scalar([1.0]), write_grads=True),
-        ):
+        sizes = [0, 1, 5, 1024, 4099, 0]
+        for step in _ADAM_STEPS:
             cases.check_adam(device, sizes, step)
         cases.check_adam(device, sizes, shift=1)
         cases.check_adam(device, [3] * 500, steps=1)  # more than a table holds
@@ -136,8 +141,8 @@ class KernelSuite:
 
         sizes = (1, 513, 100, 31, 40, 1025, 7, 4097, 3)
         for masters in (False, True) if not own else (False,):
-            for shift in (0, 1):
-                cases.check_adam(device, sizes, dtypes=dtypes, masters=masters, copies=True, shift=shift)
+            for shift, step in enumerate(_ADAM_STEPS[1::2]):
+                cases.check_adam(device, sizes, step, dtypes=dtypes, masters=masters, copies=True, shift=shift)
 
     def test_square_sums(self, device: torch.device) -> None:
         cases.check_square_sums(device, [0, 1, 7, 4096, 10_001, 0, 65_537], shift=1)

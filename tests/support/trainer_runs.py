@@ -1,13 +1,16 @@
 """Real Trainer runs on real ranks, for the tests of the integration: small GPT-2 models on fixed random tokens."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import nn
+
+from tests.support.harness import same_on_all_ranks as same_on_all_ranks
 
 VOCAB, LENGTH, EXAMPLES = 61, 12, 96
 #: An older host, such as transformers 4.50 with accelerate 1.3. On several CPU ranks it cannot load optimizer.pt,
@@ -98,17 +101,18 @@ def small_model(unused: bool = False, dropout: float = 0.1) -> Any:
     return model
 
 
+def small_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, use_cache=False, **sizes))
+
+
 def tokens(count: int = EXAMPLES) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(0, VOCAB, (count, LENGTH), generator=generator)
     return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def same_on_all_ranks(params: Any) -> bool:
-    flat = torch.cat([p.detach().flatten() for p in params])
-    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, flat)
-    return all(torch.equal(gathered[0].view(torch.int32), other.view(torch.int32)) for other in gathered)
 
 
 def make_trainer(rank: int, world_size: int, run: Run) -> Any:
@@ -210,9 +214,59 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     }
 
 
+def train_all(rank: int, world_size: int, *runs: Run) -> list[dict[str, Any]]:
+    return [train(rank, world_size, run) for run in runs]
+
+
+def logged(result: dict[str, Any], name: str) -> list[Any]:
+    """The values of a name in the log lines of a run."""
+    return [row[name] for row in result["history"] if name in row]
+
+
 def losses(result: dict[str, Any]) -> list[float]:
-    """The losses in the log lines of a run."""
-    return [float(row["loss"]) for row in result["history"] if "loss" in row]
+    return logged(result, "loss")
+
+
+# -- Accelerate without Trainer ----------------------------------------------------------------------------------------
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 33), nn.ReLU(), nn.Linear(33, 7))
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(16, 10, generator=generator), torch.randn(16, 7, generator=generator)
+
+
+def loss_of(model: Any, rank: int, step: int) -> torch.Tensor:
+    inputs, targets = batch(rank, step)
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def take_steps(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    rank: int,
+    steps: Iterable[int],
+    *,
+    scheduler: Any = None,
+    clip: float = 0.0,
+) -> None:
+    for step in steps:
+        accelerator.backward(loss_of(model, rank, step))
+        if clip:
+            accelerator.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+
+
+def params_of(accelerator: Any, model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()}
 
 
 def equal_params(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

@@ -1,7 +1,6 @@
-"""ZeroOptimizer's state dicts and checkpoints."""
+"""State dicts and checkpoints of ZeroOptimizer, with small messages and with state of other optimizers too."""
 
 import copy
-import io
 import json
 import math
 from pathlib import Path
@@ -9,116 +8,33 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
+from hf_compressopt.checkpoint.partitioned import error_tensors
 from hf_compressopt.format.index import CheckpointError, sealed
 from tests.support.harness import on_ranks, run_ranks
+from tests.support.trainer_runs import same_on_all_ranks
 from tests.support.zero_runs import (
     INT4,
     OPTIMIZERS,
     Case,
     Net,
+    averaged,
     bits,
     different,
+    gradients,
+    loss_of,
     param_groups,
     run_steps,
-    train_plain,
     train_zero,
 )
-
-CASES = [
-    Case("adamw", {"reduce_bucket_size": 500}, groups=True),
-    Case("lion", {"stage": 1}),
-    Case("lamb", {"reduce_bucket_size": 700, "round_robin_gradients": True}),
-    Case("sgd", {"reduce_bucket_size": 700}, dtype=torch.bfloat16),
-    Case("nadam", {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}, dtype=torch.float16),
-    Case("adamw", {"state_dtype": "bf16"}),
-]
-LOSS_SCALE = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}
-SMALL = [
-    Case("adamw", {**INT4, "reduce_bucket_size": 600}, groups=True),
-    Case("sgd", {**INT4, **LOSS_SCALE, "reduce_bucket_size": 900}, dtype=torch.bfloat16),
-    Case("adamw", {"grad_compression": "int8", "stage": 1}),
-    Case("lamb", {"param_compression": "int8"}, dtype=torch.float16),
-]
 
 
 def fresh(case: Case, model: Net | None = None) -> tuple[Net, ZeroOptimizer]:
     model = model or Net(case.dtype)
     cls, options = OPTIMIZERS[case.optimizer]
     return model, ZeroOptimizer(param_groups(model, case.groups), cls, **{**options, **case.options})
-
-
-def resume(rank: int, world_size: int, case: Case, folder: str | None) -> list[str]:
-    """Differences between six steps in one go and six steps with a save and a load after the third."""
-    model, optimizer = fresh(case)
-    run_steps(rank, case, model, optimizer, range(3))
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    if folder is not None:
-        save_state(optimizer, folder)
-        saved: Any = None
-    else:
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
-    run_steps(rank, case, model, optimizer, range(3, 6))
-    again, other = fresh(case)
-    again.load_state_dict(weights)
-    other.load_state_dict(other.state_dict())  # what Accelerate does before the first step
-    if folder is not None:
-        load_state(other, folder)
-    else:
-        other.load_state_dict(saved)
-    assert other.steps == 3 and other.loss_scale.value == (128.0 if case.options.get("loss_scale") else 1.0)
-    run_steps(rank, case, again, other, range(3, 6))
-    assert other.steps == 6 and other.traffic.total_bytes == optimizer.traffic.total_bytes
-    return list(different(bits(model), bits(again)))
-
-
-def resume_all(rank: int, world_size: int, cases: list[Case], folder: str | None) -> list[list[str]]:
-    return [resume(rank, world_size, c, folder and f"{folder}/{number}") for number, c in enumerate(cases)]
-
-
-@pytest.mark.invariant(21)
-@pytest.mark.invariant(24)
-@pytest.mark.parametrize(
-    ("world_size", "cases", "in_shards"),
-    [
-        *((world_size, CASES, True) for world_size in (1, 3)),
-        *((3, SMALL, in_shards) for in_shards in (True, False)),
-        *(pytest.param(n, CASES, False, marks=pytest.mark.full) for n in (1, 3)),
-        *(pytest.param(2, SMALL, in_shards, marks=pytest.mark.full) for in_shards in (True, False)),
-    ],
-)
-def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(
-    world_size: int, cases: list[Case], in_shards: bool, tmp_path: Path
-) -> None:
-    for found in run_ranks(world_size, resume_all, cases, str(tmp_path) if in_shards else None):
-        assert found == [[]] * len(cases)
-
-
-def cross_over(rank: int, world_size: int) -> list[str]:
-    """Three steps of the plain optimizer, its state loaded into ours, three more steps of each."""
-    case = Case("adamw", {"reduce_bucket_size": 500}, steps=3, groups=True)
-    plain_model, plain = train_plain(rank, case)
-    model, optimizer = fresh(case)
-    model.load_state_dict(plain_model.state_dict())
-    trained = [p.requires_grad for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for number, is_trained in enumerate(trained) if is_trained]  # the plain one has no others
-    saved, keys = plain.state_dict(), iter(range(len(trained)))
-    state = {"state": {numbers[k]: row for k, row in saved["state"].items()}, "param_groups": []}
-    for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        state["param_groups"].append({**group, "params": [next(keys) for _ in mine["params"]]})
-    optimizer.load_state_dict(state)
-    run_steps(rank, case, model, optimizer, range(3, 6))
-    whole_model, _ = train_plain(rank, Case("adamw", steps=6, groups=True))
-    return list(different(bits(whole_model), bits(model)))
-
-
-@pytest.mark.invariant(2)
-def test_the_plain_optimizers_state_crosses_over() -> None:
-    assert run_ranks(2, cross_over) == [[], []]
 
 
 @pytest.mark.invariant(27)
@@ -224,3 +140,212 @@ def test_state_loads_into_another_state_dtype(rank: int, world_size: int, tmp_pa
         wanted = torch.bfloat16 if loaded else torch.float32
         states = (bucket.state_of(piece) for bucket, piece in optimizer.partition.parts())
         assert {state["exp_avg"].dtype for state in states if state} == {wanted}
+
+
+# -- small messages: masters, parameters that lag behind them, and errors ---------------------------------------------
+
+
+def masters_of(model: Net, optimizer: ZeroOptimizer) -> list[Tensor]:
+    return [optimizer.get_full_param(p) for p in model.parameters() if p.requires_grad]
+
+
+def trained(model: Net) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters() if p.requires_grad]
+
+
+def errors_of(optimizer: ZeroOptimizer) -> list[Tensor]:
+    names = [known.name for known in optimizer.partition.known]
+    return [tensor.local.detach() for tensor in error_tensors(optimizer.partition, names)]
+
+
+def continue_from(rank: int, world_size: int, options: dict[str, Any], load: str, save: str) -> tuple[Any, ...]:
+    """Load, if there is something, and return what was loaded; then train, save, and return what was saved."""
+    model, optimizer = fresh(Case("adamw", {**INT4, **options}))
+    loaded: Any = None
+    if load:
+        model.load_state_dict(torch.load(f"{load}/model.pt"))  # the masters, as a saved model has
+        load_state(optimizer, load)
+        assert same_on_all_ranks(model.parameters())
+        loaded = trained(model), masters_of(model, optimizer), errors_of(optimizer)
+    steps = range(optimizer.steps, optimizer.steps + 3)
+    run_steps(rank, Case(), model, optimizer, steps)
+    save_state(optimizer, save)
+    with optimizer.masters_in_parameters():
+        torch.save(model.state_dict(), f"{save}/model.pt") if rank == 0 else None
+        torch.distributed.barrier()
+    return loaded, (trained(model), masters_of(model, optimizer), errors_of(optimizer))
+
+
+@pytest.mark.invariant(22)
+def test_another_number_of_ranks_goes_on_from_the_same_masters_and_parameters(tmp_path: Path) -> None:
+    plan = [(2, {"reduce_bucket_size": 600}), (3, {"reduce_bucket_size": 900, "stage": 1}), (2, {}), (1, {})]
+    folders = ["", *(str(tmp_path / str(number)) for number in range(len(plan)))]
+    saved: list[Any] = []
+    for (world_size, options), load, save in zip(plan, folders[:-1], folders[1:], strict=True):
+        results = run_ranks(world_size, continue_from, options, load, save)
+        for loaded, _ in results if load else ():
+            replicas, masters, errors = loaded
+            assert list(different(saved[0][1], masters)) == []
+            if world_size > 1:
+                assert list(different(saved[0][0], replicas)) == [] != list(different(masters, replicas))
+                means = [torch.stack(old).mean(0) for old in zip(*(row[2] for row in saved), strict=True)]
+                largest = max(float(mean.abs().max()) for mean in means)
+                assert largest > 0
+                for error, mean in zip(errors, means, strict=True):  # rounded to 8 bits once more, in other blocks
+                    assert (error - mean).abs().max() <= largest / 250
+            else:
+                assert errors == [] and list(different(masters, replicas)) == []
+        saved = [result for _, result in results]
+    assert all(math.isfinite(float(master.sum())) for master in saved[0][1])
+
+
+@pytest.mark.invariant(2)
+@on_ranks(2)
+def test_masters_cross_over_to_adamw_and_back(rank: int, world_size: int, tmp_path: Path) -> None:
+    """From small messages to AdamW, and to ZeRO without them, and back."""
+    case = Case("adamw", {**INT4, "reduce_bucket_size": 600})
+    model, optimizer = fresh(case)
+    run_steps(rank, case, model, optimizer, range(3))
+    masters, replicas = masters_of(model, optimizer), trained(model)
+    save_state(optimizer, tmp_path)
+    with optimizer.masters_in_parameters(), pytest.raises(RuntimeError, match="save_state.. inside masters_in"):
+        save_state(optimizer, tmp_path)
+    state = optimizer.state_dict()
+    with optimizer.masters_in_parameters():
+        with pytest.raises(CheckpointError, match="load_state.. inside masters_in"):
+            load_state(optimizer, tmp_path)
+        with pytest.raises(RuntimeError, match="load_state_dict.. inside masters_in"):
+            optimizer.load_state_dict(state)
+
+    plain_model, zero_model = Net(), Net()
+    plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2, weight_decay=0.1)
+    zero = ZeroOptimizer(zero_model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    for other_model, other in ((plain_model, plain), (zero_model, zero)):
+        other_model.load_state_dict(model.state_dict())  # the replicas, which the masters of the checkpoint replace
+        load_state(other, tmp_path)
+        assert list(different(masters, trained(other_model))) == [] != list(different(replicas, trained(other_model)))
+    with pytest.raises(ValueError, match="with masters that are ahead of the parameters: make the optimizer with it"):
+        zero.load_state_dict(optimizer.state_dict())
+    run_steps(rank, Case(), zero_model, zero, range(3, 5))
+    params = [p for p in plain_model.parameters() if p.requires_grad]
+    for step in range(3, 5):
+        for p, grad in zip(
+            params, averaged(gradients(plain_model, loss_of(plain_model, rank, step)), params), strict=True
+        ):
+            p.grad = grad
+        plain.step()
+    assert list(different(bits(plain_model), bits(zero_model))) == []
+
+    for saved in (plain, zero):
+        save_state(saved, f"{tmp_path}/back")
+        again, small = fresh(case)
+        run_steps(rank, case, again, small, range(2))  # errors and masters that have to go
+        again.load_state_dict(plain_model.state_dict())
+        load_state(small, f"{tmp_path}/back")
+        assert list(different(masters_of(again, small), [p.detach() for p in params])) == [] and small.steps == 5
+        assert all(float(error.abs().sum()) == 0 for error in errors_of(small))
+        run_steps(rank, case, again, small, range(5, 7))
+        assert same_on_all_ranks(again.parameters())
+
+    half = Case("adamw", {**INT4, "reduce_bucket_size": 600}, dtype=torch.bfloat16)
+    model, optimizer = fresh(half)
+    run_steps(rank, half, model, optimizer, range(3))
+    save_state(optimizer, f"{tmp_path}/half")
+    other_model, other = fresh(Case("adamw", dtype=torch.bfloat16))
+    other_model.load_state_dict(model.state_dict())
+    load_state(other, f"{tmp_path}/half")
+    masters = masters_of(model, optimizer)
+    assert list(different(masters, masters_of(other_model, other))) == []
+    assert list(different([m.bfloat16() for m in masters], trained(other_model))) == []
+
+
+# -- state that a checkpoint cannot hold is refused at the save, and numbers keep their kind --------------------------
+
+
+class Odd(torch.optim.Optimizer):
+    """An optimizer whose state is made by a function of the test's."""
+
+    def __init__(self, params: Any, lr: float = 0.1, kind: str = "") -> None:
+        super().__init__(params, {"lr": lr})
+        self.kind = kind
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].update(STATES[self.kind](p))
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+STATES: dict[str, Any] = {
+    "a scale per block": lambda p: {"absmax": torch.ones(-(-p.numel() // 256))},
+    "a norm of the part": lambda p: {"norm": p.norm()},
+    "a number of the part": lambda p: {"largest": float(p.max())},
+    "the name of the master copy": lambda p: {"master": torch.zeros_like(p)},
+    "a name with a slash": lambda p: {"exp/avg": torch.zeros_like(p)},
+    "a name of our own": lambda p: {"number:seen": 1},
+    "a name that is no string": lambda p: {3: torch.zeros_like(p)},
+    "words": lambda p: {"mode": "fast"},
+    "numbers": lambda p: {"seen": True, "unseen": False, "count": 3, "mean": 0.5, "step": torch.tensor(2.0)},
+}
+REFUSED = {
+    "a scale per block": "'absmax'.*Odd has the shape .*use this optimizer without ZeRO",
+    "a norm of the part": "norm/.*is not the same for all parts",
+    "a number of the part": "largest/.*is not the same for all parts",
+    "the name of the master copy": "'master'.*rename it",
+    "a name with a slash": "'exp/avg'.*rename it",
+    "a name of our own": "'number:seen'.*rename it",
+    "a name that is no string": "state 3.*rename it",
+    "words": "must be a tensor.*'fast'",
+}
+
+
+def stepped(kind: str) -> tuple[nn.Parameter, ZeroOptimizer]:
+    weight = nn.Parameter(torch.linspace(0, 1, 3000))
+    optimizer = ZeroOptimizer([("weight", weight)], Odd, kind=kind)
+    weight.sum().backward()
+    optimizer.step()
+    return weight, optimizer
+
+
+@on_ranks(2)
+def test_state_that_a_checkpoint_cannot_hold_is_refused_on_all_ranks(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    for number, (kind, message) in enumerate(REFUSED.items()):
+        _, optimizer = stepped(kind)
+        with pytest.raises((ValueError, OSError), match=message):
+            save_state(optimizer, tmp_path / str(number))
+        torch.distributed.barrier()
+        assert not list((tmp_path / str(number)).iterdir())
+
+
+@on_ranks(2)
+def test_numbers_come_back_in_their_own_kind(rank: int, world_size: int, tmp_path: Path) -> None:
+    _, optimizer = stepped("numbers")
+    save_state(optimizer, tmp_path)
+    again = ZeroOptimizer([("weight", nn.Parameter(torch.zeros(3000)))], Odd, kind="numbers")
+    load_state(again, tmp_path)
+    for bucket, piece in again.partition.parts():
+        state = bucket.state_of(piece)
+        assert torch.equal(state.pop("step"), torch.tensor(2.0))
+        assert state == {"seen": True, "unseen": False, "count": 3, "mean": 0.5}
+        assert [type(state[key]) for key in ("seen", "unseen", "count", "mean")] == [bool, bool, int, float]
+
+
+def test_state_in_blocks_of_a_whole_optimizer_does_not_load_into_parts(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.ones(3000))
+    optimizer = Odd([("weight", weight)], kind="words")
+    for kind in ("words", "a scale per block"):
+        optimizer.kind = kind
+        optimizer.state.clear()
+        weight.sum().backward()
+        optimizer.step()
+        if kind == "words":
+            with pytest.raises(ValueError, match=REFUSED[kind]):
+                save_state(optimizer, tmp_path / "refused")
+    save_state(optimizer, tmp_path)
+    again = ZeroOptimizer([("weight", weight)], Odd, kind="a scale per block")
+    with pytest.raises(ValueError, match="absmax/weight has shape"):
+        load_state(again, tmp_path)

@@ -197,7 +197,7 @@ constexpr int kAheadOf = 1;
 
 // An Operation is called with a run, the place i of a quad in the bucket, and which of its elements belong to the run.
 template <class Runs, class Operation>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, kTakesMore && kAheadOf<Operation> > 1 ? 3 : 4)
     over_runs(const Runs __grid_constant__ runs, const Operation __grid_constant__ operation) {
     static_assert(sizeof(Runs) + sizeof(Operation) <= kMaxParameters);
     const Item item = find_item(runs);

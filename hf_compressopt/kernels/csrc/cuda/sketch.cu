@@ -27,7 +27,7 @@ __device__ inline unsigned element_at(unsigned place, unsigned rotation) {
 // The elements of a table's runs in one span. The table may hold only a part of the span: sums of earlier parts are in
 // `sketches` and `sums`.
 template <class Runs>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, kTakesMore ? 2 : 4)
     sketch_spans(const Runs __grid_constant__ runs, const Spans spans, const SketchKeys keys, const int64_t first_span,
                  float* __restrict__ sketches, double* __restrict__ sums) {
     static_assert(sizeof(Runs) + sizeof(Spans) + sizeof(SketchKeys) + 3 * sizeof(void*) <= kMaxParameters);

@@ -6,6 +6,11 @@
 namespace compressopt {
 
 constexpr int kThreads = 256;  // of every kernel's blocks
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool kTakesMore = true;  // registers: with 4 blocks, kernels with many loads under way would spill
+#else
+constexpr bool kTakesMore = false;
+#endif
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kTileBits = 12;

@@ -1,4 +1,4 @@
-"""The state of AdamW that a checkpoint stands for, whichever optimizer of the family saved it.
+"""A checkpoint as it was saved, and as the state of AdamW that it stands for, whichever optimizer saved it.
 
 AdamW divides its moments by bias corrections. The moments of a checkpoint are scaled so that this division gives what
 the run itself used. With t the steps of a parameter:
@@ -13,38 +13,96 @@ switch does not move in the run, and is a new one for AdamW.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.compressed import CODE, CompactTensors
-from hf_compressopt.checkpoint.state import COMPRESSED, PLAIN, Header, fill
+from hf_compressopt.checkpoint.state import COMPRESSED, PLAIN, Header
+from hf_compressopt.collectives.errors import values_of
+from hf_compressopt.flat import chunk_range
 from hf_compressopt.format.index import CheckpointIndex, TensorEntry
-from hf_compressopt.format.plan import MASTER, Per, StateTensor, TensorKey, plan_reads
+from hf_compressopt.format.plan import MASTER, Per, Plan, Read, StateTensor, TensorKey, plan_reads
 from hf_compressopt.format.shards import ShardFiles
+from hf_compressopt.kernels import Average, CompactErrors, on
+from hf_compressopt.kernels.errors import ERROR_BITS
+from hf_compressopt.kernels.messages import chunk_integer_message_nbytes, chunk_message_nbytes
+from hf_compressopt.kernels.variance import check_tops, decode_variance
+from hf_compressopt.optim.options import check_count, check_scale_block
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
 _ELEMENTWISE = {**dict.fromkeys((*MOMENTS, "max_exp_avg_sq", MASTER)), "master_param": MASTER}
+#: Kinds of tensors: codes of the variance, their tops, and messages that are the momentum.
+CODE, TOP, MESSAGE = "exp_avg_sq_code", "exp_avg_sq_top", "exp_avg_message"
+#: Dtype of what is bytes.
+BYTES = "uint8"
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def fill(values: Tensor | None, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:
+    """Read what a plan says into ``values`` [numel], on any device, or only verify it."""
+    if values is None or len(plan.sources) == 1:
+        for reads in plan.sources:
+            _read_source(values, reads, files)
+        return
+    start = 0
+    for part in parts_of(plan, values.dtype, files, index):
+        values[start : start + part.numel()] = part
+        start += part.numel()
+
+
+def parts_of(plan: Plan, dtype: torch.dtype, files: ShardFiles, index: CheckpointIndex) -> Iterator[Tensor]:
+    """Read what a plan says in parts of a few MiB, in order. A mean is summed in float64, in rank order."""
+    for window in plan.windows(index.block_bytes):
+        part = torch.zeros(window.nbytes // dtype.itemsize, dtype=dtype, device="cpu")
+        mean = torch.zeros(part.numel(), dtype=torch.float64, device="cpu") if len(window.sources) > 1 else None
+        for reads in window.sources:
+            _read_source(part, reads, files)
+            if mean is not None:
+                mean += part
+        yield part if mean is None else mean.div_(len(window.sources)).to(dtype)
+
+
+def _read_source(values: Tensor | None, reads: Sequence[Read], files: ShardFiles) -> None:
+    for read in reads:
+        out = None if values is None else values.view(torch.uint8)[read.offset : read.offset + read.end - read.begin]
+        memory = out.numpy().data if out is not None and out.device.type == "cpu" else None
+        for begin, part in files[read.piece.shard].blocks(read.piece, read.entry, read.begin, read.end, memory):
+            if out is not None and memory is None:
+                offset = begin - read.begin
+                out[offset : offset + len(part)] = torch.frombuffer(part, dtype=torch.uint8)
+
+
+# -- as it was saved --------------------------------------------------------------------------------------------------
 
 
 class Stored:
-    """A checkpoint as it was saved: its index, header, and tensors by name."""
+    """A checkpoint as it was saved: its index, header, and tensors by name. Compact ones are decoded part by part."""
 
     header: Header
     entries: Mapping[str, TensorEntry]
 
     def __init__(self, index: CheckpointIndex) -> None:
         self.index, self.header, self.entries = index, Header.of(index.header), index.tensors
-        self._compact = CompactTensors(index)
-
-    def _decoded(self, tensor: StateTensor, files: ShardFiles) -> Iterator[Tensor] | None:
-        """Return the elements in order, part by part, of a tensor that is not read as it was saved."""
-        return self._compact.error_parts(tensor, files) if tensor in self._compact else None
+        self._ranks = len(index.shards)
+        self._recent: tuple[int, int, Tensor] | None = None  # the part of a momentum that was decoded last
+        self.places: dict[str, tuple[int, int, int]] = {}  # of parameters: group, place and first element in it
+        for group, parameters in enumerate(index.parameters):
+            starts = accumulate((prod(parameter["shape"]) for parameter in parameters), initial=0)
+            for place, (parameter, start) in enumerate(zip(parameters, starts, strict=False)):
+                self.places.setdefault(parameter["name"], (group, place, start))
 
     def read(self, tensor: StateTensor, world_size: int, files: ShardFiles, out: Tensor | None) -> None:
         """Read what one of ``world_size`` ranks reads into ``out``, flattened, on any device, or only verify it."""
@@ -57,14 +115,107 @@ class Stored:
             done += part.numel()
         return None
 
+    def _decoded(self, tensor: StateTensor, files: ShardFiles) -> Iterator[Tensor] | None:
+        """Return the elements of a tensor that is not read as it was saved: a float32 error that lies in messages."""
+        entry = self.index.tensors.get(str(tensor.key.of_rank(0) if tensor.of_each_rank else tensor.key))
+        in_bytes = tensor.is_error and tensor.dtype == "float32" and entry is not None and entry.dtype == BYTES
+        return self._error_parts(tensor, files) if in_bytes else None
 
-@dataclass(frozen=True)
-class Entry:
+    def _error_parts(self, wanted: StateTensor, files: ShardFiles) -> Iterator[Tensor]:
+        """Yield the elements of an error in order, [n] float32 each: the mean of all ranks' if each has its own."""
+        (numel,), keys = wanted.shape, [wanted.key]
+        if wanted.of_each_rank:
+            keys = [wanted.key.of_rank(rank) for rank in range(self._ranks)]
+        nbytes_of = partial(CompactErrors.nbytes, world_size=self._ranks)
+        whole = self._place_of(numel, numel, nbytes_of)
+        for bucket, count in self._buckets(numel, wanted.start, wanted.stop):
+            byte = self._place_of(bucket, numel, nbytes_of)
+            for rank, nbytes in enumerate(chunk_integer_message_nbytes(count, self._ranks, ERROR_BITS)):
+                first, last = (bucket + place for place in chunk_range(count, self._ranks, rank))
+                low, high = max(first, wanted.start), min(last, wanted.stop)
+                if low < high:
+                    total = torch.zeros(high - low, dtype=torch.float64, device="cpu")
+                    for key in keys:
+                        message = self._bytes(key, whole, byte, byte + nbytes, files)
+                        total += values_of(CompactErrors(message, last - first))[low - first : high - first]
+                    yield total.div_(len(keys)).float()
+                byte += nbytes
+
+    def _variance_parts(self, wanted: StateTensor, files: ShardFiles) -> Iterator[Tensor]:
+        """Yield the elements of a second moment that lies in codes, in order, [n] float32 each."""
+        group, place, _ = self.places[wanted.key.owner]
+        described = (len(self.index.parameters[group]),), place, place + 1
+        top = torch.cat([*self._parts(StateTensor(TensorKey(TOP, group=group), "int32", *described), files)])
+        check_tops(top)
+        codes = replace(wanted, key=TensorKey(CODE, wanted.key.owner), dtype=BYTES)
+        for part in self._parts(codes, files):
+            yield decode_variance(part, top)
+
+    def _momentum_parts(self, wanted: StateTensor, files: ShardFiles) -> Iterator[Tensor]:
+        """Yield the elements of a first moment that lies in messages, in order, [n] float32 each."""
+        group, _, start = self.places[wanted.key.owner]
+        low, high = start + wanted.start, start + wanted.stop
+        numel = sum(prod(parameter["shape"]) for parameter in self.index.parameters[group])
+        for first, count in self._buckets(numel, low, high):
+            values = self._momentum(group, first, count, numel, files)
+            yield values[max(low - first, 0) : high - first].clone()
+
+    def _momentum(self, group: int, first: int, count: int, numel: int, files: ShardFiles) -> Tensor:
+        if self._recent is None or self._recent[:2] != (group, first):
+            start, stop, whole = (self._place_of(n, numel, self._message_nbytes) for n in (first, first + count, numel))
+            messages = self._bytes(TensorKey(MESSAGE, group=group), whole, start, stop, files)
+            scale_block, values = self._scale_block, torch.empty(count, dtype=torch.float32, device="cpu")
+            stride = (stop - start) // self._ranks
+            on(values).decompress_(Average(count, None, messages, self._ranks, scale_block, stride), values)
+            self._recent = group, first, values
+        return self._recent[2]
+
+    def _bytes(self, key: TensorKey, whole: int, start: int, stop: int, files: ShardFiles) -> Tensor:
+        found = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        wanted = StateTensor(key, BYTES, (whole,), start, stop)
+        fill(found, plan_reads(self.index, wanted, self._ranks), files, self.index)
+        return found
+
+    def _parts(self, wanted: StateTensor, files: ShardFiles) -> Iterator[Tensor]:
+        """Read a tensor, of which all ranks read the same, as it was saved; the mean if each rank has its own."""
+        plan = plan_reads(self.index, wanted, 0 if wanted.of_each_rank else self._ranks)
+        return parts_of(plan, getattr(torch, wanted.dtype), files, self.index)
+
+    @property
+    def _bucket_numel(self) -> int:
+        numel: int = self.index.header["bucket_numel"]
+        check_count("bucket_numel", numel)
+        return numel
+
+    @property
+    def _scale_block(self) -> int | None:
+        block: int | None = self.index.header["scale_block"]
+        check_scale_block(block)
+        return block
+
+    def _buckets(self, numel: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the first element and the elements of the buckets that hold the elements [start, stop)."""
+        size = self._bucket_numel
+        for first in range(start // size * size, stop, size) if start < stop else ():
+            yield first, min(size, numel - first)
+
+    def _place_of(self, element: int, numel: int, nbytes_of: Callable[[int], int]) -> int:
+        """Return the byte at which the bucket that begins with an element begins, or at which the last one ends."""
+        size = min(self._bucket_numel, numel)
+        full, rest = divmod(element, size) if size else (0, 0)
+        return full * nbytes_of(size) + nbytes_of(rest)
+
+    def _message_nbytes(self, numel: int) -> int:
+        return self._ranks * chunk_message_nbytes(numel, self._ranks, self._scale_block)[0]
+
+
+# -- as one of AdamW -------------------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
     """A tensor of AdamW's state: "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master" or "step" of a parameter."""
 
     key: TensorKey
-    group: int
-    place: int  # of its parameter among the group's
     dtype: str
     shape: tuple[int, ...]  # () for a step
     stored: StateTensor | None = None  # the whole tensor in the checkpoint; None for a step
@@ -88,7 +239,6 @@ class AdamView(Stored):
                 f"{', '.join((*COMPRESSED, *PLAIN))}"
             )
         self._groups = self.saved.param_groups(len(index.parameters))
-        self._names = {parameter["name"] for group in index.parameters for parameter in group}
         self.param_groups = [self._hyperparameters(group) for group in self._groups]
         self.found = {str(entry.key): entry for entry in self._find()}
         self._check_complete()
@@ -120,49 +270,44 @@ class AdamView(Stored):
         if entry.stored is None:
             yield torch.tensor([factor], dtype=torch.float32, device="cpu")[start:stop]
             return
-        for part in self._parts(entry.stored, files, start, stop):
+        for part in self._moment_parts(replace(entry.stored, start=start, stop=stop), files):
             yield part if factor == 1 else part.mul_(factor)
 
-    def _parts(self, stored: StateTensor, files: ShardFiles, start: int, stop: int) -> Iterator[Tensor]:
-        """Read elements of a tensor as it was saved, or decoded, or of the mean of each rank's own."""
-        if str(stored.key) not in self.index.tensors:
-            yield from self._compact.moment_parts(replace(stored, start=start, stop=stop), files)
-            return
-        dtype: torch.dtype = getattr(torch, stored.dtype)
-        wanted = replace(stored, start=start, stop=stop)
-        plan = plan_reads(self.index, wanted, 0 if stored.of_each_rank else len(self.index.shards))
-        for window in plan.windows(self.index.block_bytes):
-            part = torch.empty(window.nbytes // dtype.itemsize, dtype=dtype, device="cpu")
-            fill(part, window, files, self.index)
-            yield part
+    def _moment_parts(self, wanted: StateTensor, files: ShardFiles) -> Iterator[Tensor]:
+        if str(wanted.key) in self.index.tensors:
+            return self._parts(wanted, files)
+        return (self._variance_parts if wanted.key.kind == "exp_avg_sq" else self._momentum_parts)(wanted, files)
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
     def _find(self) -> Iterator[Entry]:
         for group, parameters in enumerate(self.index.parameters):
-            for place, parameter in enumerate(parameters):
+            for parameter in parameters:
                 name, shape = parameter["name"], tuple(parameter["shape"])
                 found = []
                 for kind, name_of_adamw in _ELEMENTWISE.items():
-                    stored = self._stored(kind, name, shape) or self._compact.moment(kind, name, group, shape)
+                    stored = self._stored(kind, name, group, shape)
                     if stored is not None and (name_of_adamw or kind) not in found:
                         found.append(name_of_adamw or kind)
-                        yield Entry(TensorKey(found[-1], name), group, place, stored.dtype, shape, stored)
+                        yield Entry(TensorKey(found[-1], name), stored.dtype, shape, stored)
                 if set(found) - {MASTER}:
-                    yield Entry(TensorKey(STEP, name), group, place, "float32", ())
+                    yield Entry(TensorKey(STEP, name), "float32", ())
 
-    def _stored(self, kind: str, name: str, shape: tuple[int, ...]) -> StateTensor | None:
+    def _stored(self, kind: str, name: str, group: int, shape: tuple[int, ...]) -> StateTensor | None:
         own = self._is_own(kind, name)
         key = TensorKey(kind, name, rank=0 if own else None)
-        entry = self.index.tensors.get(str(key))
-        return None if entry is None else StateTensor(key, entry.dtype, shape, 0, prod(shape), of_each_rank=own)
+        compact = {"exp_avg": TensorKey(MESSAGE, group=group), "exp_avg_sq": TensorKey(CODE, name)}.get(kind)
+        if (entry := self.index.tensors.get(str(key))) is not None:
+            return StateTensor(key, entry.dtype, shape, 0, prod(shape), of_each_rank=own)
+        in_compact_form = compact is not None and str(compact) in self.index.tensors
+        return StateTensor(TensorKey(kind, name), "float32", shape, 0, prod(shape)) if in_compact_form else None
 
     def _is_own(self, kind: str, name: str) -> bool:
         """Return whether each rank has such a tensor of its own; parameters may be called "w" and "rank0/w"."""
         if not self.saved.compressed or str(TensorKey(kind, name, rank=0)) not in self.index.tensors:
             return False
         found = re.fullmatch(r"rank\d+/(.*)", name, re.DOTALL)
-        of_another = found is not None and found[1] in self._names and self._is_own(kind, found[1])
+        of_another = found is not None and found[1] in self.places and self._is_own(kind, found[1])
         return of_another or str(TensorKey(kind, name)) not in self.index.tensors
 
     def _check_complete(self) -> None:
@@ -217,15 +362,17 @@ class AdamView(Stored):
     def _factors_of(self, entry: Entry, files: ShardFiles) -> dict[str, float]:
         """Return the factor of each kind of tensor of an entry's parameter, and the parameter's step."""
         factors = {name or kind: 1.0 for kind, name in _ELEMENTWISE.items()}
-        group = self._groups[entry.group]
+        number, place, _ = self.places[entry.key.owner]
+        group = self._groups[number]
         stored = self._stored_step(entry)
         if stored is None:  # a master copy alone
             return factors
         step = updates = self._number(*stored, files)
-        if (counted := str(TensorKey("variance_steps", group=entry.group))) in self.index.tensors:
-            updates = self._number(counted, entry.place, files)
+        if (counted := str(TensorKey("variance_steps", group=number))) in self.index.tensors:
+            updates = self._number(counted, place, files)
         switched = self._switched(group)
-        if switched and not self._any(self.found[str(TensorKey("exp_avg_sq", entry.key.owner))].stored, files):
+        variance = self.found[str(TensorKey("exp_avg_sq", entry.key.owner))].stored if switched else None
+        if variance is not None and not any(bool(part.any()) for part in self._moment_parts(variance, files)):
             return {**factors, STEP: 0.0, "exp_avg": 0.0}
         applied = not switched and bool(group.get("bias_correction", True))
         for beta, count, kinds in zip(
@@ -237,7 +384,6 @@ class AdamView(Stored):
         return {**factors, STEP: step}
 
     def _switched(self, group: dict[str, Any]) -> bool:
-        """Return whether the bias corrections of this group are part of its moments."""
         if not self.saved.compressed or group.get("non_freeze"):
             return False
         schedule = self.index.header["schedule"]
@@ -246,7 +392,8 @@ class AdamView(Stored):
 
     def _stored_step(self, entry: Entry) -> tuple[str, int] | None:
         if self.saved.compressed:
-            return str(TensorKey(STEP, group=entry.group)), entry.place
+            group, place, _ = self.places[entry.key.owner]
+            return str(TensorKey(STEP, group=group)), place
         names = (str(TensorKey(STEP, entry.key.owner, per=per)) for per in (Per.SCALAR, Per.NUMBER))
         return next(((name, 0) for name in names if name in self.index.tensors), None)
 
@@ -254,12 +401,9 @@ class AdamView(Stored):
         entry = self.index.tensors.get(name)
         if entry is None:
             raise ValueError(f"the checkpoint has no tensor {name!r}")
-        stored = StateTensor(TensorKey.parse(name), entry.dtype, entry.shape, 0, entry.numel)
-        (value,) = self._parts(stored, files, place, place + 1)
+        wanted = StateTensor(TensorKey.parse(name), entry.dtype, entry.shape, place, place + 1)
+        (value,) = self._parts(wanted, files)
         return float(value)
-
-    def _any(self, stored: StateTensor | None, files: ShardFiles) -> bool:
-        return stored is not None and any(bool(part.any()) for part in self._parts(stored, files, 0, stored.stop))
 
 
 def source_of(index: CheckpointIndex, optimizer: str, groups: Sequence[dict[str, Any]]) -> Stored:

@@ -1,0 +1,538 @@
+"""FSDP2 without replicas, in low-bit messages between the ranks that share a model, on real gloo ranks.
+
+The oracle is one process with the whole model: float32 simulations of the messages of every unit, by its columns.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hf_compressopt import FSDPCompression, compress_fsdp, load_state, save_state
+from hf_compressopt.planner.report import FSDP2, memory_rows
+from tests.fsdp.test_fsdp_compression import (
+    BUCKET,
+    CAP,
+    STEPS,
+    UNITS,
+    Net,
+    data,
+    errors_of,
+    local,
+    make,
+    optimizer_of,
+    same,
+    take_step,
+    uses,
+)
+from tests.oracles.simulation import chunk_bounds
+from tests.oracles.simulation_integers import Simulation, quantize
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+
+# state, bits, bits of parameters, accumulation, options of fully_shard
+RUNS: list[tuple[str, int, int, str, dict[str, Any]]] = [
+    ("compact", 4, 0, "", {}),
+    ("float32", 8, 8, "unreduced", {"reshard_after_forward": False}),
+    ("compact", 4, 4, "unreduced", {"reshard_after_forward": True}),
+]
+# what a unit gathers, frozen parameters too
+GATHERED = [UNITS[0], ["second.weight", "frozen.weight", "frozen.bias", "last.weight", "last.bias"], UNITS[2]]
+
+
+def sharded(net: nn.Module, **options: Any) -> tuple[Any, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    if isinstance(net, Net):
+        fully_shard(net.first, mesh=mesh, **options)
+        fully_shard([net.second, net.frozen, net.last], mesh=mesh, **options)  # one unit of several modules
+    return fully_shard(net, mesh=mesh, **options), mesh
+
+
+def form(bits: int) -> str:
+    return f"int{bits}" if bits else "none"
+
+
+def train(rank: int, state: str, bits: int, param_bits: int, accumulate: str, how: dict[str, Any]) -> dict[str, Any]:
+    net, mesh = sharded(make(), **how)
+    forms = {"compression": form(bits), "param_compression": form(param_bits)}
+    compression = compress_fsdp(net, mesh, **forms, bucket_cap_mb=CAP, state=state)
+    optimizer, grads = optimizer_of(net), []
+    for step in range(STEPS):
+        take_step(net, rank, step, accumulate)
+        grads.append(local(net))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"grads": grads, "weights": local(net, "weights"), "errors": errors_of(compression)}
+    net(data(rank, STEPS))
+    return found | {"replicas": [state["replicas"].numpy().copy() for state in compression.state_dict()["gathers"]]}
+
+
+def train_all(rank: int, world_size: int, rows: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [train(rank, *row) for row in rows]
+
+
+def cut(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
+    """A rank's rows of a tensor, padded as FSDP2 pads them."""
+    rows = -(-whole.shape[0] // ranks)
+    padded = np.zeros((rows * ranks, *whole.shape[1:]), whole.dtype)
+    padded[: whole.shape[0]] = whole
+    return padded[rank * rows : (rank + 1) * rows]
+
+
+class Columns:
+    """The columns of a unit, [ranks, numel], as they travel: bucket by bucket, and in it rank by rank."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], ranks: int, bits: int, compact: bool) -> None:
+        self.ranks, zeros = ranks, [np.zeros(shape, np.float32) for shape in shapes]
+        self.replicas: np.ndarray | None = None  # as they travel
+        self.shapes = [cut(zero, 0, ranks).shape for zero in zeros]
+        self.numel = sum(int(np.prod(shape)) for shape in self.shapes)
+        self.padded, width = -(-self.numel // 8) * 8, max(8, BUCKET // (8 * ranks) * 8)
+        self.cuts = list(range(width, self.padded, width))
+        options: dict[str, Any] = {"compact": compact, "served": False}
+        self.simulation = Simulation(self.padded * ranks, width * ranks, ranks, bits, **options)
+
+    def flat(self, tensors: list[np.ndarray]) -> np.ndarray:
+        rows = np.zeros((self.ranks, self.padded), np.float32)
+        for rank in range(self.ranks):
+            rows[rank, : self.numel] = np.concatenate([cut(t, rank, self.ranks).ravel() for t in tensors])
+        return np.concatenate([part.ravel() for part in np.split(rows, self.cuts, axis=1)])
+
+    def follow(self, tensors: list[np.ndarray], bits: int) -> list[np.ndarray]:
+        """The tensors that all ranks compute with, after they have come nearer to these."""
+        flat = self.flat(tensors)
+        if self.replicas is None:
+            self.replicas = flat
+        else:
+            width = self.simulation.buckets[0].stop
+            for start in range(0, len(flat), width):
+                part = slice(start, min(start + width, len(flat)))
+                for begin, end in chunk_bounds(part.stop - start, self.ranks):
+                    place = slice(start + begin, start + end)
+                    self.replicas[place] += quantize(flat[place] - self.replicas[place], bits)
+        shards = self.whole(self.replicas)
+        return [
+            np.concatenate([shard[number] for shard in shards])[: tensor.shape[0]]
+            for number, tensor in enumerate(tensors)
+        ]
+
+    def rows(self, flat: np.ndarray) -> np.ndarray:
+        bounds = [0, *self.cuts, self.padded]
+        sizes = [self.ranks * (stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
+        parts = np.split(flat, np.cumsum(sizes)[:-1])
+        return np.concatenate([part.reshape(self.ranks, -1) for part in parts], axis=1)[:, : self.numel]
+
+    def whole(self, flat: np.ndarray) -> list[list[np.ndarray]]:
+        """For each rank its part of every tensor."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
+        return [
+            [v.reshape(s) for v, s in zip(np.split(row, ends[:-1]), self.shapes, strict=True)]
+            for row in self.rows(flat)
+        ]
+
+
+def simulated(
+    ranks: int, state: str, bits: int, param_bits: int, accumulate: str
+) -> tuple[list[dict[str, Any]], Net, list[Columns], list[Columns]]:
+    net, used = make(), make()
+    optimizer, names, own = optimizer_of(net), dict(net.named_parameters()), dict(used.named_parameters())
+    gathered = [Columns([tuple(names[n].shape) for n in members], ranks, bits, False) for members in GATHERED]
+
+    def gather() -> None:
+        for members, unit in zip(GATHERED, gathered, strict=True):
+            tensors = [names[n].detach().numpy() for n in members]
+            for n, values in zip(members, unit.follow(tensors, param_bits) if param_bits else tensors, strict=True):
+                own[n].data.copy_(torch.from_numpy(values))
+
+    columns = [Columns([tuple(names[n].shape) for n in members], ranks, bits, state == "compact") for members in UNITS]
+    history = []
+    for step in range(STEPS):
+        everyone = []
+        gather()
+        for rank in range(ranks):
+            used.zero_grad()
+            for part in (1, 0) if accumulate else (0,):
+                used(data(rank, step, part), uses(step)).pow(2).mean().backward()
+            everyone.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in own.items()})
+        for members, unit in zip(UNITS, columns, strict=True):
+            sent = np.stack([unit.flat([mine[n].numpy() for n in members]) for mine in everyone])
+            shards = unit.whole(unit.simulation.average(sent))
+            for number, n in enumerate(members):
+                mean = np.concatenate([shard[number] for shard in shards])[: names[n].shape[0]]
+                names[n].grad = torch.from_numpy(mean.copy())
+        history.append({n: names[n].grad.numpy().copy() for members in UNITS for n in members})
+        optimizer.step()
+    gather()
+    return history, net, columns, gathered
+
+
+def shard_of(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
+    rows = -(-whole.shape[0] // ranks)
+    return whole[rank * rows : (rank + 1) * rows]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+def test_equals_a_simulation_in_bits(world_size: int) -> None:
+    """Gradients, weights, errors and replicas, with and without resharding, accumulated on each rank."""
+    ranks = run_ranks(world_size, train_all, RUNS, timeout=240)
+    for number, (state, bits, param_bits, accumulate, _) in enumerate(RUNS):
+        history, net, columns, gathered = simulated(world_size, state, bits, param_bits, accumulate)
+        weights = {n: p.detach().numpy() for n, p in net.named_parameters() if p.requires_grad}
+        for rank in range(world_size):
+            got = ranks[rank][number]
+            for mine, expected in zip([*got["grads"], got["weights"]], [*history, weights], strict=True):
+                for name, values in mine.items():
+                    assert values.tobytes() == shard_of(expected[name], rank, world_size).tobytes(), (number, name)
+            errors = sorted(unit.simulation.worker_error[rank].tobytes() for unit in columns)
+            assert sorted(got["errors"][f"worker_errors{unit}"].tobytes() for unit in range(3)) == errors
+            assert all(got["errors"][f"server_errors{unit}"].size == 0 for unit in range(3))
+            replicas = sorted(unit.rows(unit.replicas).tobytes() for unit in gathered) if param_bits else []
+            assert sorted(values.tobytes() for values in got["replicas"]) == replicas
+
+
+# -- one run of four ranks --------------------------------------------------------------------------------------------
+
+
+def started(seed: int = 0, how: dict[str, Any] | None = None, **options: Any) -> tuple[Any, FSDPCompression, Any]:
+    net, mesh = sharded(make(seed), **(how or {}))
+    compression = compress_fsdp(net, mesh, **{"bucket_cap_mb": CAP, **options})
+    return net, compression, optimizer_of(net)
+
+
+def clipped_step(net: Any, optimizer: torch.optim.Optimizer, rank: int, step: int, accumulate: str) -> None:
+    optimizer.zero_grad()
+    take_step(net, rank, step, accumulate)
+    assert float(nn.utils.clip_grad_norm_(net.parameters(), 0.01).full_tensor()) > 0.01
+    optimizer.step()
+
+
+def resume(rank: int, folder: str, **options: Any) -> bool:
+    """Compare a run that resumes, from files or state dicts, with one that goes on; gradients are clipped."""
+    net, compression, optimizer = started(**options)
+    again, resumed, other = started(seed=7, **options)
+    for step in range(4):
+        if step == 2:
+            with torch.no_grad():
+                for p, q in zip(net.parameters(), again.parameters(), strict=True):
+                    q.to_local().copy_(p.to_local())
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if folder:
+                save_state(compression, folder)
+                load_state(resumed, folder)
+            else:
+                resumed.load_state_dict(compression.state_dict())
+        clipped_step(net, optimizer, rank, step, "unreduced" if step == 3 else "")
+        if step >= 2:
+            clipped_step(again, other, rank, step, "unreduced" if step == 3 else "")
+    equal = same(local(net, "weights"), local(again, "weights")) and same(errors_of(compression), errors_of(resumed))
+    return equal and resumed.steps == compression.steps == 4
+
+
+def whole(net: Any) -> np.ndarray:
+    """What this rank computes with."""
+    modules = [module for module in net.modules() if hasattr(module, "unshard")]
+    for module in modules:
+        module.unshard()
+    values = torch.cat([p.detach().reshape(-1) for p in net.parameters()]).numpy().copy()
+    for module in modules:
+        module.reshard()
+    return values
+
+
+def owned(net: Any) -> np.ndarray:
+    return torch.cat([p.detach().full_tensor().reshape(-1) for p in net.parameters()]).numpy()
+
+
+def evaluated(rank: int) -> tuple[bool, list[int]]:
+    """Whether a run that is evaluated after each step has the bits of one that is not, and the bytes of evaluations."""
+    ends, sent = [], []
+    for context in (None, torch.no_grad, torch.inference_mode):
+        net, compression, optimizer = started(param_compression="int4")
+        for step in range(3):
+            clipped_step(net, optimizer, rank, step, "unreduced")
+            for part in (2, 3) if context is not None else ():
+                before = compression.traffic.total_bytes
+                with context():
+                    net(data(rank, step, part))
+                sent.append(compression.traffic.total_bytes - before)
+        net.reshard()
+        ends.append({**local(net, "weights"), **errors_of(compression)})
+    return same(ends[0], ends[1]) and same(ends[0], ends[2]), sent
+
+
+def changed(rank: int) -> list[bool]:
+    """Whether ranks compute with near parameters after a step, and with exactly those that were loaded or written."""
+    net, compression, optimizer = started(param_compression="int4")
+    start, found = {n: t.clone() for n, t in net.state_dict().items()}, [np.array_equal(whole(net), owned(net))]
+    for step in range(2):
+        clipped_step(net, optimizer, rank, step, "")
+    replicas, masters = whole(net), owned(net)
+    found.append(0 < np.abs(replicas - masters).max() < 0.01 / 4)  # a step is 0.01, and 4 bits round by 1/14 of it
+    clipped_step(net, optimizer, rank, 2, "")
+    net.load_state_dict(start)
+    found += [np.array_equal(whole(net), owned(net)), not np.array_equal(owned(net), masters)]
+    with torch.no_grad():  # on one rank alone, whose shards are a part
+        net.first.weight.to_local().mul_(3.0 if rank == 1 else 1.0)
+    found.append(np.array_equal(whole(net), owned(net)))
+    clipped_step(net, optimizer, rank, 3, "")
+    with torch.no_grad():
+        for param in net.parameters():
+            param.to_local().mul_(-2.0)
+    compression.gather_in_full()
+    with torch.inference_mode():
+        net(data(rank, 0))
+    net.reshard()
+    found.append(np.array_equal(whole(net), owned(net)))
+    for step in range(2):
+        clipped_step(net, optimizer, rank, step, "")
+    return found
+
+
+def alike(rank: int) -> list[bytes]:
+    """What the ranks compute with in bfloat16, after a step that is skipped because of a gradient of one of them."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    net, compression, optimizer = started(how={"mp_policy": policy}, param_compression="int4")
+    for step in range(5):
+        optimizer.zero_grad()
+        factor = float("inf") if step == 2 and rank == 1 else 1.0
+        (net(data(rank, step).bfloat16()).float().pow(2).mean() * factor).backward()
+        if nn.utils.clip_grad_norm_(net.parameters(), 0.01).full_tensor().isfinite():
+            optimizer.step()
+    states = [state["replicas"] for state in compression.state_dict()["gathers"]]
+    assert compression.skipped_steps == 1 and all(t.dtype is torch.bfloat16 and t.isfinite().all() for t in states)
+    return [bytes(t.view(torch.uint8).numpy()) for t in states]
+
+
+def frozen_unit(rank: int) -> list[int]:
+    """The bytes of each step of a model with a unit that is frozen: its parameters travel once."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 400).requires_grad_(False), nn.Linear(400, 13))
+    fully_shard(net[1])
+    net, mesh = sharded(net)
+    compression, sent = compress_fsdp(net, mesh, param_compression="int4"), []
+    for step in range(3):
+        net(data(rank, step)).pow(2).mean().backward()
+        sent.append(compression.traffic.step_bytes)
+    return sent
+
+
+def sent_bytes(rank: int) -> tuple[dict[str, float], str, list[int]]:
+    """The bytes of a step of a model of some size, without padding to speak of, and those that it holds."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net, mesh = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), init_device_mesh("cpu", (4,))
+    fully_shard(net[0], mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    compression = compress_fsdp(net, mesh, "int4", param_compression="int4")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.ones(2, 256) * (rank + 1)).pow(2).mean().backward()
+        optimizer.step()
+    errors = sum(errors.kept.worker.nbytes for errors in compression.units)
+    replicas = sum(state["replicas"].nbytes for state in compression.state_dict()["gathers"])
+    return compression.metrics(), compression.describe(), [errors, replicas]
+
+
+def not_finite(rank: int) -> list[Any]:
+    """One rank has a gradient that is not finite, in one step: nobody's errors change in it."""
+    net, compression, _ = started()
+    take_step(net, rank, 0, "")
+    before = errors_of(compression)
+    net.zero_grad()
+    hook = net.last.register_forward_hook(lambda *rest: rest[-1] * (float("inf") if rank == 3 else 1.0))
+    take_step(net, rank, 1, "")
+    norm = float(nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]).full_tensor())
+    unchanged, skipped = same(before, errors_of(compression)), compression.skipped_steps
+    hook.remove()
+    net.zero_grad()
+    take_step(net, rank, 2, "")
+    well = all(np.isfinite(g).all() for g in local(net).values())
+    return [np.isfinite(norm), unchanged, skipped, well, same(before, errors_of(compression))]
+
+
+def precisions(rank: int) -> None:
+    """Mixed precision in bfloat16 and float16, a divisor of the user's, and a loss scale, beside FSDP2's own."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    cases = ((torch.bfloat16, None), (torch.float16, None), (torch.float16, 3.0), (torch.float32, 3.0))
+    for dtype, divisor in cases:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+        found = []
+        for bits in (None, "int8", "int8"):
+            scale = 1024.0 if len(found) == 2 else 1.0
+            net, mesh = sharded(make(), mp_policy=policy)
+            times = 4 / 3 if bits is None and dtype is torch.float32 else 1.0  # gloo itself divides by no other factor
+            for unit in (net, net.first, net.second) if divisor is not None and times == 1 else ():
+                unit.set_gradient_divide_factor(divisor)
+            compression = bits and compress_fsdp(net, mesh, bits, loss_scale=lambda scale=scale: scale)
+            (net(data(rank, 0).to(dtype)).float().pow(2).mean() * scale * times).backward()
+            found.append((local(net), errors_of(compression) if compression else {}))
+        (plain, _), (grads, errors), (scaled, scaled_errors) = found
+        for name, grad in plain.items():
+            off = np.abs(grads[name] - grad)
+            assert off.max(initial=0.0) <= 0.02 * np.abs(grad).max(initial=0.0) + 1e-3, (dtype, divisor, name)
+            if dtype is torch.bfloat16:
+                assert np.array_equal(grads[name] * scale, scaled[name])
+        if dtype is torch.bfloat16:
+            assert same(errors, scaled_errors)
+
+
+class Tied(nn.Module):
+    """Two blocks whose activations are made anew in backward, and a head that is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 16)) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h)
+
+
+def tied(rank: int, reentrant: bool) -> list[list[float]]:
+    """Losses of a model with tied weights and checkpointed activations, with FSDP2 alone and compressed."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl,
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    impl, found = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT, []
+    for form in ("none", "int4", "int8"):
+        torch.manual_seed(5)
+        net, mesh = Tied(), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        apply_activation_checkpointing(
+            net, lambda m: checkpoint_wrapper(m, checkpoint_impl=impl), lambda m: isinstance(m, nn.Sequential)
+        )
+        for block in net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        if form != "none":
+            compress_fsdp(net, mesh, form, bucket_cap_mb=CAP, param_compression="none" if form == "int8" else form)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=2e-2)
+        losses = []
+        for step in range(6):
+            tokens = torch.randint(50, (8, 6), generator=torch.Generator().manual_seed(31 * rank + step % 2))
+            loss = nn.functional.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        found.append(losses)
+    return found
+
+
+def gradients(rank: int, world_size: int) -> dict[str, Any]:
+    precisions(rank)
+    return {"not_finite": not_finite(rank), "tied": [tied(rank, again) for again in (0, 1)]}
+
+
+def test_precisions_tied_weights_checkpointed_activations_and_skipped_steps() -> None:
+    for rank, found in enumerate(run_ranks(4, gradients, timeout=240)):
+        assert found["not_finite"] == [False, True, 1, True, False], rank
+        assert found["tied"][0] == found["tied"][1], rank
+        plain, *others = found["tied"][0]
+        for losses in others:
+            assert losses == pytest.approx(plain, abs=0.1) and losses[-1] < 0.5 * losses[0], found["tied"]
+
+
+def parameters(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    rows = [("", {}), ("", {"param_compression": "int4"}), (folder, {"param_compression": "int8", "state": "float32"})]
+    return {
+        "resume": [resume(rank, where, **options) for where, options in rows],
+        "evaluated": evaluated(rank),
+        "changed": changed(rank),
+        "alike": alike(rank),
+        "sent": sent_bytes(rank),
+        "frozen": frozen_unit(rank),
+    }
+
+
+def test_parameters_as_differences(tmp_path: Path) -> None:
+    """Runs resume, and evaluations change nothing; ranks compute alike, and with what is loaded; bytes of a step."""
+    ranks = run_ranks(4, parameters, str(tmp_path), timeout=240)
+    for rank, found in enumerate(ranks):
+        assert found["resume"] == [True] * 3, rank
+        equal, sent = found["evaluated"]
+        assert equal and max(sent[1::2]) <= 3 * 4 * 2 < min(sent[::2]), sent  # a flag per unit, then and later
+        assert found["changed"] == [True] * 6, found["changed"]
+        assert found["alike"] == ranks[0]["alike"], rank
+        first, *later = found["frozen"]
+        assert first > 3 * 4 * 14 * 100 + later[0] and later[0] == later[1], found["frozen"]
+        metrics, said, held = found["sent"]
+        values = 2 * (64 * 256 + 64)  # of a shard
+        assert metrics["bytes_sent_step"] == pytest.approx(2 * 3 * values * (0.5 + 2 / 128), rel=0.01)
+        assert metrics["compression_ratio"] == pytest.approx(3 * 8 * values / metrics["bytes_sent_step"])
+        assert metrics["compression_ratio"] > 7.5
+        plain, grads, both = (memory_rows(4 * values, 4, torch.float32, 2, 25.0)[name] for name in FSDP2)
+        assert grads["states"] - plain["states"] == pytest.approx(2 * held[0], rel=0.01)
+        assert both["parameters"] - plain["parameters"] == held[1] and grads["states"] == both["states"]
+        assert "int4 with error feedback between 4 rank(s), and parameters as int4 differences" in said
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    (net, mesh), replicated = sharded(make()), fully_shard(make(), mesh=pairs)
+    taken, fewer, mixed = started()[0], sharded(make(), reshard_after_forward=2)[0], make()
+    mixed.frozen.bfloat16()
+    sharded(mixed)
+    calls: dict[str, Any] = {
+        "1 dimension, the shards": lambda: compress_fsdp(net, init_device_mesh("cpu", (1, 2, 2))),
+        "sharded over the ranks": lambda: compress_fsdp(net, pairs["shard"]),
+        "has replicas": lambda: compress_fsdp(replicated, pairs["shard"]),
+        "custom reduce-scatter already": lambda: compress_fsdp(taken, mesh),
+        "reshard_after_forward=True or False": lambda: compress_fsdp(fewer, mesh, param_compression="int4"),
+        "parameters of one dtype": lambda: compress_fsdp(mixed, mesh, param_compression="int4"),
+        "rank 1 has [4, 8": lambda: compress_fsdp(net, mesh, param_compression="int8" if rank == 1 else "int4"),
+        "the state dict has replicas=2": lambda: started()[1].load_state_dict(
+            {**started()[1].state_dict(), "shards": 2, "replicas": 2}
+        ),
+    }
+    found = {}
+    for text, call in calls.items():
+        try:
+            call()
+        except (ValueError, TypeError) as error:
+            found[text] = str(error)
+    return found
+
+
+def test_refuses_by_name() -> None:
+    for found in run_ranks(4, refusals):
+        assert len(found) == 8, found
+        assert all(text in error for text, error in found.items()), found
+
+
+def frozen_later(rank: int, world_size: int) -> None:
+    net, _, _ = started()
+    net.first.weight.requires_grad_(False)
+    take_step(net, rank, 0, "")
+
+
+def test_a_parameter_that_is_frozen_later_is_an_error_on_all_ranks() -> None:
+    errors = run_ranks_expecting_error(2, frozen_later)
+    assert all("freeze parameters before grad_compression begins" in text for text in errors.values()), errors

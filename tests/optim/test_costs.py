@@ -1,0 +1,156 @@
+"""What runs and steps cost: bytes sent, memory beside what is held, and values fetched from the device."""
+
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_compressopt
+from hf_compressopt import GradientCompression, average_gradients
+from tests.support.family import optimizer_of
+from tests.support.harness import on_ranks, run_ranks
+from tests.support.memory import MIB, peak_beyond
+
+# -- bytes of runs of 1,000 steps, with the defaults -------------------------------------------------------------------
+
+STEPS, NUMEL = 1000, 4_000_000
+RING = 2 * 4 * NUMEL  # bytes of an all-reduce in float32, times W / (W - 1)
+
+
+def parameters(rank: int) -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.ones(NUMEL // 1000, 1000))]
+    params[0].grad = torch.randn(params[0].shape, generator=torch.Generator().manual_seed(rank))
+    return params
+
+
+@pytest.mark.parametrize(("name", "times"), [("OnebitAdam", 18), ("OnebitLamb", 16)])  # whose warmup is longer
+@on_ranks(2)
+def test_a_run_of_a_compressed_optimizer_sends_so_many_times_fewer_bytes(
+    rank: int, world_size: int, name: str, times: int
+) -> None:
+    """Counted in steps of each stage."""
+    optimizer = getattr(hf_compressopt, name)(parameters(rank), lr=1e-3, warmup_bits=4)
+    optimizer.scale_schedule(STEPS, given=[])
+    last = optimizer.schedule.last_warmup_step  # no step of the warmup stage comes after it
+    optimizer.schedule = optimizer.schedule.frozen_at(1)
+    sent = []
+    for _ in range(2):  # a step of each stage
+        average_gradients(optimizer)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        sent.append(optimizer.metrics()["bytes_sent_step"])
+    assert STEPS * RING / 2 > times * (last * sent[0] + (STEPS - last) * sent[1])
+
+
+@on_ranks(2)
+def test_a_run_with_int4_gradients_sends_7_6_times_fewer_bytes(rank: int, world_size: int) -> None:
+    state = GradientCompression(parameters(rank), "int4")
+    state.average_gradients()
+    assert RING / 2 > 7.6 * state.metrics()["bytes_sent_step"]
+
+
+# -- memory: beside what a step holds between steps it needs buckets, as /proc counts ----------------------------------
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from Linux's /proc")
+TENSORS = 20  # of 1 MiB: 20 MiB of float32 parameters
+MOST = 6  # MiB: buckets under way
+MOST_BY_TORCH = 12  # temporaries of a few tensors where PyTorch steps
+MOST_OF_ONE_TENSOR = 16  # of 48: buckets, parts of which a wider copy is made, and what the allocator keeps
+SHORT: dict[str, Any] = {"freeze_step": 1, "bucket_cap_mb": 1}
+LONG: dict[str, Any] = {"freeze_step": 100, "bucket_cap_mb": 1}
+# class, options, steps before the one that is measured, and the most that it may take
+STEP: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "OnebitAdam, warmup": ("OnebitAdam", LONG, 2, MOST_BY_TORCH),
+    "OnebitAdam, fused warmup": ("OnebitAdam", {**LONG, "fused_warmup": True}, 2, MOST),
+    "OnebitAdam, compressed": ("OnebitAdam", SHORT, 3, MOST),
+    "ZeroOneAdam, full-precision step": ("ZeroOneAdam", {**LONG, "var_update_scaler": 100}, 2, MOST),
+    "ZeroOneAdam, 1-bit gradients": ("ZeroOneAdam", {**LONG, "var_update_scaler": 1}, 4, MOST),
+    "ZeroOneAdam, local step": ("ZeroOneAdam", {**SHORT, "local_step_scaler": 1}, 8, MOST),
+    "ZeroOneAdam, sync": ("ZeroOneAdam", {**SHORT, "local_step_scaler": 100}, 3, MOST),
+    "OnebitLamb, compressed": ("OnebitLamb", SHORT, 3, MOST),
+    "Lamb": ("Lamb", {}, 2, MOST_BY_TORCH),
+    "FusedAdam": ("FusedAdam", {}, 2, MOST),
+}
+
+
+@pytest.mark.full
+@needs_proc
+@on_ranks(2, timeout=120)
+def test_peak_of_a_step_is_buckets(rank: int, world_size: int) -> None:
+    assert 19 <= peak_beyond(lambda: torch.ones(5 * MIB)) <= 32  # the measure itself
+    for case, (name, options, steps, most) in STEP.items():
+        params = [nn.Parameter(torch.ones(5 * MIB // TENSORS)) for _ in range(TENSORS)]
+        for number, param in enumerate(params):
+            param.grad = torch.full_like(param, 0.01 * (number + 1))
+        optimizer = getattr(hf_compressopt, name)(params, lr=1e-4, **options)
+        for _ in range(steps):
+            optimizer.step()
+        assert (found := peak_beyond(optimizer.step)) <= most, (case, found)
+
+
+@needs_proc
+@pytest.mark.parametrize("name", ["OnebitAdam", pytest.param("ZeroOneAdam", marks=pytest.mark.full)])
+@on_ranks(2, timeout=120)
+def test_the_first_steps_and_the_switch_take_no_copy_of_a_large_tensor(rank: int, world_size: int, name: str) -> None:
+    """Of the first step, the switch, and the first compressed step, on the kernels' own path in the warmup stage."""
+    param = nn.Parameter(torch.ones(12 * MIB))
+    param.grad = torch.full_like(param, 0.01)
+    fused = {"fused_warmup": True} if name == "OnebitAdam" else {}
+    optimizer = optimizer_of(name, [param], bucket_cap_mb=1, scale_block=4096, **fused)
+    peaks = [peak_beyond(optimizer.step) for _ in range(3)]
+    assert max(peaks) <= MOST_OF_ONE_TENSOR, peaks
+
+
+# -- fetches: a GPU's queue runs dry while the host waits. Counted on CPU tensors --------------------------------------
+
+FETCHES: dict[str, tuple[str, dict[str, Any], int]] = {  # the most of a step that clips
+    "OnebitAdam": ("OnebitAdam", {}, 1),
+    "OnebitAdam, float32": ("OnebitAdam", {"state": "float32"}, 1),
+    "OnebitLamb": ("OnebitLamb", {}, 1),
+    "OnebitLamb, decay": ("OnebitLamb", {"weight_decay": 0.1}, 1),
+    "OnebitLamb, warmup": ("OnebitLamb", {"freeze_step": 40}, 2),
+    "ZeroOneAdam, sync": ("ZeroOneAdam", {"local_step_clipper": 1}, 3),
+    "ZeroOneAdam, 1-bit gradients": ("ZeroOneAdam", {"freeze_step": 40, "var_update_scaler": 1}, 2),
+}
+
+
+class Fetches(TorchDispatchMode):
+    """Counts item() and what calls it, and tolist(), but for step counts, which lie in host memory anyway."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__()
+        self.count = 0
+        self.steps = {state.steps.untyped_storage().data_ptr() for state in optimizer._states}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        fetches = func.name() in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
+        self.count += fetches and args[0].untyped_storage().data_ptr() not in self.steps
+        return func(*args, **(kwargs or {}))
+
+
+def fetches(rank: int, world_size: int, name: str, options: dict[str, Any], tensors: int) -> int:
+    """Those of the last of seven steps."""
+    params = [nn.Parameter(torch.ones(256)) for _ in range(tensors)]
+    optimizer = getattr(hf_compressopt, name)(params, **{"freeze_step": 2, "bucket_cap_mb": 0.001, **options})
+    for step in range(7):
+        for number, param in enumerate(params):
+            seed = 1000 * step + number + (0 if optimizer.plan.reduce_grads else 100 * rank)
+            param.grad = torch.randn(256, generator=torch.Generator().manual_seed(seed))
+        counter, tolist = Fetches(optimizer), mock.Mock(wraps=torch.Tensor.tolist)
+        if optimizer.plan.reduce_grads:
+            average_gradients(optimizer)
+        with mock.patch.object(torch.Tensor, "tolist", lambda tensor, own=tolist: own(tensor)), counter:
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+    return counter.count + tolist.call_count
+
+
+@pytest.mark.parametrize("case", FETCHES)
+def test_a_step_fetches_no_value_per_bucket(case: str) -> None:
+    name, options, most = FETCHES[case]
+    few, many = (max(run_ranks(2, fetches, name, options, tensors)) for tensors in (3, 24))
+    assert few == many <= most
