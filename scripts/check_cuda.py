@@ -12,7 +12,6 @@ Usage: check_cuda.py [--architectures 75 80 ...] [--cuobjdump PATH] [--table]
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -22,8 +21,9 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ROOT / "hf_compressopt" / "kernels" / "csrc" / "cuda"
+from _common import REPOSITORY, parser_of
+
+SOURCES = REPOSITORY / "hf_compressopt" / "kernels" / "csrc" / "cuda"
 SPILL_BUDGET = 16  # bytes of a thread
 THREADS = 256
 REGISTERS = 65_536  # of a multiprocessor
@@ -186,13 +186,13 @@ def find_cuobjdump() -> str | None:
 
 def architectures() -> list[str]:
     """Architectures that the library is built for, as far as nvcc knows them."""
-    wanted = re.search(r"set\(ALL_ARCHITECTURES ([\d ]+)\)", (ROOT / "cmake" / "Architectures.cmake").read_text())
+    wanted = re.search(r"set\(ALL_ARCHITECTURES ([\d ]+)\)", (REPOSITORY / "cmake" / "Architectures.cmake").read_text())
     known = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
     return [name for name in (wanted[1].split() if wanted else ()) if f"compute_{name}\n" in known + "\n"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--architectures", nargs="+", metavar="NUMBER")
     parser.add_argument("--cuobjdump", default=find_cuobjdump())
     parser.add_argument("--table", action="store_true")

@@ -245,7 +245,6 @@ class FlatState(State):
         return LoadPlan(wanted, commit, checks)
 
     def _checked_groups(self, header: Header) -> list[dict[str, Any]]:
-        """The hyperparameters of each param group of a header that fits this optimizer."""
         optimizer, values = self._optimizer, header.values
         check_header(optimizer, values if header.compressed else plain_header(optimizer, values["step"]))
         own = [number for number, state in enumerate(optimizer._states) if state.own_rank is not None]
@@ -300,7 +299,6 @@ class FlatState(State):
 
 
 def _plain_tensors(param: Tensor, name: str, entries: Mapping[str, TensorEntry]) -> list[StateTensor]:
-    """Memory for the moments and the step of a parameter, if a checkpoint has them."""
     keys = [*(TensorKey(kind, name) for kind in MOMENTS), TensorKey("step", name, per=Per.SCALAR)]
     found = [entries.get(str(key)) for key in keys]
     if not any(found):

@@ -84,7 +84,6 @@ def _agreed_index(communicator: Communicator, path: Path) -> tuple[CheckpointInd
 
 
 def _out_of_reach(number: int, problem: str, file: str, places: Sequence[tuple[str, str, Any]], rank: int) -> str:
-    """Return the error to raise if this rank needs a shard that only other ranks have."""
     for other, (host, folder, absent) in enumerate(places):
         if number not in dict(absent):
             return (

@@ -112,7 +112,6 @@ class PlainState(State):
         super().__init__(own, names, trainable)
 
     def _called(self, names: Sequence[Sequence[str]]) -> Iterator[tuple[int, Tensor, str]]:
-        """Yield each trainable parameter with its number in state dicts and its name."""
         return zip(self._numbers, chain.from_iterable(self.params), chain.from_iterable(names), strict=True)
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
@@ -202,7 +201,6 @@ class _Decoded:
 
 
 def error_tensors(partition: PartitionedParameters, called: Sequence[str]) -> Iterator[StateTensor]:
-    """Describe this rank's errors; they are decoded when they are written."""
     return _described(partition, called, lambda *at: _Decoded(at[2] - at[1], partial(_errors_of, partition, *at)))
 
 
@@ -235,7 +233,6 @@ def _ranges(partition: PartitionedParameters) -> Iterator[tuple[int, list[tuple[
 
 
 def _errors_of(partition: PartitionedParameters, number: int, start: int, stop: int) -> Tensor:
-    """Decode the errors of elements [start, stop) of a parameter, float32."""
     error = torch.empty(stop - start, dtype=torch.float32, device=partition.tensors[number].device)
     for gradients in partition.reducer.slices:
         spans = [] if gradients.errors is None else gradients.error_places.get(number, [])
@@ -248,7 +245,6 @@ def _errors_of(partition: PartitionedParameters, number: int, start: int, stop: 
 
 
 def _take_errors(partition: PartitionedParameters, rooms: Mapping[int, Tensor]) -> None:
-    """Take over the errors that were read, by the numbers of their parameters."""
     for gradients in partition.reducer.slices:
         if gradients.errors is None:
             continue
@@ -364,7 +360,6 @@ class PartitionedState(State):
     def _staged(
         self, rows: Sequence[Row], called: Sequence[str], header: Header, entries: Mapping[str, TensorEntry]
     ) -> Iterator[tuple[Row, StateTensor]]:
-        """Describe what a checkpoint holds of each part, and memory for it."""
         of_parameter = keys_by_parameter(entries)
         for row in rows:
             bucket, part, _ = row

@@ -55,7 +55,6 @@ class Snapshot:
         return self.folder / name
 
     def remove(self) -> None:
-        """Remove the files that this rank has written or begun."""
         for file in (self.shard_file(self.rank), begun(self.shard_file(self.rank))):
             with suppress(OSError):
                 file.unlink(missing_ok=True)
@@ -124,7 +123,6 @@ class HostCopy:
 
 
 def begun(shard: Path) -> Path:
-    """The name of a shard that is being written."""
     return shard.with_suffix(".tmp")
 
 

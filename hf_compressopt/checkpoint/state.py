@@ -104,7 +104,6 @@ class State(ABC):
         return grouped
 
     def described(self, names: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
-        """Return name, shape and dtype of the parameters of each param group that all ranks hold."""
         return [
             [
                 {"name": name, "shape": list(param.shape), "dtype": dtype_name(param)}

@@ -48,7 +48,6 @@ BYTES = "uint8"
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
@@ -385,7 +384,6 @@ class AdamView(Stored):
         return {**factors, STEP: step}
 
     def _switched(self, group: dict[str, Any]) -> bool:
-        """Return whether the bias corrections of this group are part of its moments."""
         if not self.saved.compressed or group.get("non_freeze"):
             return False
         schedule = self.index.header["schedule"]

@@ -88,7 +88,6 @@ class ShardFile:
             raise CheckpointError(f"{path} is not readable as safetensors: {error}") from error
 
     def close(self) -> None:
-        """Close the file; a read opens it again."""
         self._file.close()
 
     def _header(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -344,7 +343,6 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

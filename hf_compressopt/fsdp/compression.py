@@ -380,6 +380,8 @@ class FSDPCompression:
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
         ranks = self.replica.world_size
+        if self.communicator.world_size == 1:
+            return f"FSDPCompression: nothing is compressed, since there is one replica of {ranks} rank(s)"
         between = f"{self.replicas} replica(s) of {ranks} rank(s)" if self.replicated else f"{ranks} rank(s)"
         params = f"as int{self.param_bits} differences" if self.param_bits else "in full precision"
         others = "" if self.replicated else f", and parameters {params}"

@@ -91,7 +91,6 @@ def _shares_out(optimizer: CompressedOptimizer) -> bool:
 
 
 def header_of(optimizer: CompressedOptimizer) -> dict[str, Any]:
-    """Return the numbers and strings that belong to the state, for JSON."""
     others: dict[str, Any] = {TRAVELLED: True} if optimizer.warmup_gradients.ever_in_use else {}
     if _shares_out(optimizer):
         others[SHARED_OUT] = True
@@ -166,7 +165,6 @@ def _lr_warmup_of(optimizer: CompressedOptimizer, header: dict[str, Any]) -> War
 
 
 def plain_header(optimizer: CompressedOptimizer, step: int) -> dict[str, Any]:
-    """Return the header that a plain Adam state at this step stands for."""
     ended = step >= optimizer.schedule.last_warmup_step
     schedule = (optimizer.schedule.frozen_at(step + 1) if ended else optimizer.schedule).options()
     fresh = {"skipped_steps": 0, "rounds": step, "bytes_sent": 0}
@@ -176,7 +174,6 @@ def plain_header(optimizer: CompressedOptimizer, step: int) -> dict[str, Any]:
 
 
 def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
-    """Check the optimizer-wide tensors that a checkpoint brings."""
     history = tensors.get(HISTORY)
     if unknown := sorted(tensors.keys() - {HISTORY, NOISE, LATE_CLIP}):
         raise ValueError(f"{unknown[0]!r} is not a tensor of a compressed optimizer")
@@ -334,5 +331,4 @@ def load_groups(optimizer: CompressedOptimizer, saved: Sequence[dict[str, Any]])
 
 
 def _assign(target: Tensor, value: Any) -> None:
-    """Write a tensor or a number into a tensor of any dtype, on any device."""
     target.copy_(value) if isinstance(value, Tensor) else target.fill_(float(value))

@@ -57,7 +57,6 @@ class SliceErrors:
         return self._pending
 
     def keep(self) -> None:
-        """Make the errors since the last step those of a step that was taken."""
         self.kept, self._pending = self.latest, None
 
     def drop(self) -> None:

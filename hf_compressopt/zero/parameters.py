@@ -26,8 +26,6 @@ from hf_compressopt.zero.reducer import GradientAverages, GradientReducer, Slice
 
 @dataclass(frozen=True)
 class TrainedParameter:
-    """A parameter that is partitioned."""
-
     tensor: Tensor
     name: str  #: Or its place, such as "group0.3".
     group: int  #: Number of its param group.
@@ -236,7 +234,6 @@ class PartitionedParameters:
         return restore
 
     def require_replicas(self, doing: str) -> None:
-        """Raise a RuntimeError if the parameters are lent masters."""
         if self.holds_masters:
             raise RuntimeError(f"{doing} inside masters_in_parameters(): leave the block first, it only lends masters")
 

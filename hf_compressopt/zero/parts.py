@@ -327,7 +327,6 @@ class UpdateBucket:
         return {} if self.inner is None else self.inner.state.get(part.tensor, {})
 
     def replace_state(self, part: Part, state: dict[str, Any]) -> None:
-        """Put a state in place of a part's; an empty one removes it."""
         if self.inner is not None:
             self.inner.state.pop(part.tensor, None)
             if state:

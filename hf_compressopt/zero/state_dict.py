@@ -203,7 +203,6 @@ def _own_state(row: dict[str, Any], part: Part) -> dict[str, Any]:
 
 
 def _whole_state(row: dict[str, Any], part: Part, param: Tensor) -> dict[str, Any]:
-    """Cut the state of one part out of the wrapped optimizer's own state of the whole parameter."""
     state = {}
     for name, value in row.items():
         if isinstance(value, Tensor) and value.shape == param.shape and (value.dim() > 0 or name != "step"):

@@ -343,6 +343,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     divided, _ = sharded(make(), "hsdp")
     divided.set_gradient_divide_factor(3.0)
     wide, _ = sharded(make().double(), "shard")
+    single = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
+    alone = compress_fsdp(fully_shard(make(), mesh=single["shard"]), single).describe()
+    assert "nothing is compressed, since there is one replica of 4" in alone
     calls: dict[str, Any] = {
         "mesh must be a DeviceMesh": lambda: compress_fsdp(net, "int4"),
         "needs a mesh of 1 dimension": lambda: compress_fsdp(net, mesh, param_compression="int4"),

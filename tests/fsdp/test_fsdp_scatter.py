@@ -180,7 +180,7 @@ def shard_of(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_equals_a_simulation_in_bits(world_size: int) -> None:
     """Gradients, weights, errors and replicas, with and without resharding, accumulated on each rank."""
-    ranks = run_ranks(world_size, train_all, RUNS, timeout=120)
+    ranks = run_ranks(world_size, train_all, RUNS, timeout=240)
     for number, (state, bits, param_bits, accumulate, _) in enumerate(RUNS):
         history, net, columns, gathered = simulated(world_size, state, bits, param_bits, accumulate)
         weights = {n: p.detach().numpy() for n, p in net.named_parameters() if p.requires_grad}
@@ -366,16 +366,18 @@ def precisions(rank: int) -> None:
     """Mixed precision in bfloat16 and float16, a divisor of the user's, and a loss scale, beside FSDP2's own."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    for dtype, divisor in ((torch.bfloat16, None), (torch.float16, None), (torch.float16, 3.0)):
+    cases = ((torch.bfloat16, None), (torch.float16, None), (torch.float16, 3.0), (torch.float32, 3.0))
+    for dtype, divisor in cases:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         found = []
         for bits in (None, "int8", "int8"):
             scale = 1024.0 if len(found) == 2 else 1.0
             net, mesh = sharded(make(), mp_policy=policy)
-            if divisor is not None:
-                net.set_gradient_divide_factor(divisor)
+            times = 4 / 3 if bits is None and dtype is torch.float32 else 1.0  # gloo itself divides by no other factor
+            for unit in (net, net.first, net.second) if divisor is not None and times == 1 else ():
+                unit.set_gradient_divide_factor(divisor)
             compression = bits and compress_fsdp(net, mesh, bits, loss_scale=lambda scale=scale: scale)
-            (net(data(rank, 0).to(dtype)).float().pow(2).mean() * scale).backward()
+            (net(data(rank, 0).to(dtype)).float().pow(2).mean() * scale * times).backward()
             found.append((local(net), errors_of(compression) if compression else {}))
         (plain, _), (grads, errors), (scaled, scaled_errors) = found
         for name, grad in plain.items():

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.support.harness import run_ranks
 from tests.support.launching import REPO_ROOT, environment, free_port, run, run_python, torchrun
-from tests.support.trainer_runs import use_accelerate
+from tests.support.trainer_runs import small_llama, use_accelerate
 
 RECIPES = REPO_ROOT / "recipes"
 CONFIGS = RECIPES / "causal_lm" / "configs"
@@ -65,6 +65,18 @@ def run_script(rank: int, world_size: int, command: list[str]) -> None:
         runpy.run_path(command[0], run_name="__main__")
     finally:
         sys.argv = before
+
+
+def small_pretrained(folder: Path) -> None:
+    """Save a small Llama with a tokenizer, as a pretrained model."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = {word: n for n, word in enumerate(["<end>", "<unknown>", "word", "and", "of", "a", "text", *"0123456"])}
+    tokenizer = Tokenizer(models.WordLevel(known, unk_token="<unknown>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>").save_pretrained(folder)
+    small_llama().save_pretrained(folder)
 
 
 def read(path: Path) -> Any:
@@ -275,3 +287,34 @@ def test_a_pretrained_folder_is_fine_tuned_on_docstrings(tmp_path: Path) -> None
     assert len(losses) == 2 and losses[-1] < losses[0]
     assert logged(tuned, "compressopt/stage") == [0.0] * 20  # a short run stays in the warmup stage
     assert logged(tuned, "compressopt/compression_ratio")[-1] > 7.5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", ["train", "sft"])
+@pytest.mark.parametrize(
+    ("optim", "options", "ratio"), [("adamw_torch", "grad_compression=int4", 7), ("onebit_adam", "freeze_step=2", 10)]
+)
+def test_lora_sends_and_saves_the_adapters_alone(
+    script: str, optim: str, options: str, ratio: float, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    if script == "sft":
+        pytest.importorskip("trl")
+    (tmp_path / "text.txt").write_text("\n\n".join(f"word {n % 7} and {n % 5} of a text" for n in range(40)))
+    small_pretrained(tmp_path / "model")
+    given = {
+        **{name: value for name, value in TRAINER.items() if name != "save_steps"},
+        "model_name_or_path": tmp_path / "model",
+        "train_file": tmp_path / "text.txt",
+        "lora_rank": 4,
+        "optim": optim,
+        "optim_args": options,
+        "save_strategy": "no",
+        "output_dir": tmp_path / "out",
+    }
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    run([*torchrun(2), str(RECIPES / "lora" / f"{script}.py"), "--use_cpu", *words])
+    assert logged(tmp_path / "out", "compressopt/compression_ratio")[-1] > ratio
+    adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert len(adapters) == 28 and all(".lora_" in name for name in adapters)
+    assert all(value.abs().max() > 0 for name, value in adapters.items() if ".lora_B" in name)
