@@ -35,7 +35,6 @@ class Traffic:
         bytes: Bytes sent, by kind; in the hierarchical topology ``node_bytes`` has those that stay inside the node.
         seconds: Seconds waited, by kind.
         step_bytes: Bytes sent in the last step, inside the node not counted.
-        round_bytes: Bytes of the last step, or of the last interval of ``round_steps`` local steps.
     """
 
     def __init__(self, whole: Traffic | None = None) -> None:
@@ -43,8 +42,8 @@ class Traffic:
         self.bytes: Counter[str] = Counter()
         self.node_bytes: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.step_bytes = self.round_bytes = self.round_steps = 0
-        self._steps_since = self._bytes_before = 0
+        self.step_bytes = self._bytes_before = 0
+        self._read, self._since = (0, 1), (0, 0)  # bytes and steps: that were read last, and of local steps since then
         self._whole, self._paused = whole, False
 
     def inside_node(self) -> Traffic:
@@ -92,10 +91,20 @@ class Traffic:
         """Close a step: ``step_bytes`` becomes the bytes sent since the last call. ``local``: ranks may step alone."""
         total = self.total_bytes
         self.step_bytes, self._bytes_before = total - self._bytes_before, total
-        self._steps_since += 1
-        if self.step_bytes or not local:
-            steps = self._steps_since if local else 1
-            self.round_bytes, self.round_steps, self._steps_since = self.step_bytes, steps, 0
+        if local:
+            self._since = self._since[0] + self.step_bytes, self._since[1] + 1
+        else:
+            self._read, self._since = (self.step_bytes, 1), (0, 0)
+
+    def mean_bytes(self, *, peek: bool = False) -> float:
+        """Return the bytes of the last step; of local steps the mean since the last call, once one has sent any.
+
+        A ``peek`` does not count as a call.
+        """
+        found = self._since if self._since[0] else self._read
+        if self._since[0] and not peek:
+            self._read, self._since = self._since, (0, 0)
+        return found[0] / found[1]
 
     def restore(self, total_bytes: int) -> None:
         """Continue from a checkpoint at which ``total_bytes`` had been sent."""

@@ -9,7 +9,7 @@ it is. An optimizer says in which form its gradients travel, or that they stay l
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -90,15 +90,21 @@ class IntegerBucket(GradientBucket):
         loss_scale: Factor that the gradients carry.
         new: Where the new errors are written, for an owner that takes them itself if all its gradients are finite;
             None to change ``feedback`` then.
+        in_full: Whether the gradient of each parameter travels in another bucket; none does if it is empty.
     """
 
     feedback: ErrorFeedback
     bits: int
     loss_scale: float = 1.0
     new: ErrorFeedback | None = None
+    in_full: Sequence[bool] = ()
 
     def form(self) -> str:
         return f"int{self.bits}"
+
+    def segments(self, grads: _Grads) -> list[Segment]:
+        found = super().segments(grads)
+        return [replace(s, tensor=None) if self.in_full[s.index] else s for s in found] if self.in_full else found
 
     def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, _Finish]]:
         form, old, new = IntegerFormat(self.bits), self.feedback, self.new or self.feedback.like()

@@ -78,7 +78,11 @@ class Topology:
 
     def own_range(self, numel: int) -> tuple[int, int]:
         """Return the elements [start, stop) of a bucket that this rank serves."""
-        return chunk_range(numel, self.world_size, self.own_chunk)
+        return self.chunk_range(numel, self.rank)
+
+    def chunk_range(self, numel: int, rank: int) -> tuple[int, int]:
+        """Return the elements [start, stop) of a bucket that a rank serves."""
+        return chunk_range(numel, self.world_size, self.chunk_of(rank))
 
     def sent_range(self, numel: int) -> tuple[int, int]:
         """Return the elements [start, stop) of a bucket that this rank sends."""

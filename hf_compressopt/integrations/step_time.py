@@ -23,6 +23,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from hf_compressopt.kernels.messages import travels_in_full
+
 _KINDS = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM)
 _HEAD = 64  # width of an attention head of GPT-2, and, roughly, width / layers
 _VOCABULARIES = ((20_000_000, 50_257), (1_000_000, 8_000), (0, 256))  # from so many parameters on
@@ -83,8 +85,12 @@ def stand_in(params: int, tokens: int) -> GPT2Config:
     return GPT2Config(vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes_of)
 
 
-def parameters_of(folder: str) -> int:
-    """Count the trainable parameters of a model of any kind from the configuration in a folder, without its weights."""
+def parameters_of(folder: str) -> tuple[int, int]:
+    """Count the trainable parameters of a model of any kind from the configuration in a folder, without its weights.
+
+    Returns:
+        Their number, and how many of them travel in full precision beside messages of integers.
+    """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
@@ -96,7 +102,7 @@ def parameters_of(folder: str) -> int:
             f"--model {folder!r} cannot be counted ({_first_line(error)}): give a folder with the config.json of a "
             "Transformers model, or --params"
         ) from None
-    return _count(model)
+    return _count(model), sum(p.numel() for p in model.parameters() if p.requires_grad and travels_in_full(p))
 
 
 def trainable(config: PretrainedConfig) -> int:

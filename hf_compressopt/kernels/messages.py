@@ -37,6 +37,14 @@ _HUGE_PATTERN = 0x7F000000  # of 2^127
 _TINY_SCALE = 2.0**-120
 
 
+def travels_in_full(tensor: Tensor) -> bool:
+    """Return whether a tensor stays out of messages of integers: of one dimension, or without a block of its own.
+
+    Larger neighbours in a block would round it to 0. A tensor of two blocks has one of its own wherever it begins.
+    """
+    return tensor.dim() < 2 or tensor.numel() < 2 * INTEGER_BLOCK
+
+
 class Code(ABC):
     """Layout of a chunk's values in a message.
 

@@ -746,15 +746,18 @@ class CompressedOptimizer(torch.optim.Optimizer):
             message); ``bytes_sent_step`` and ``bytes_sent`` by this rank, if hierarchical to other nodes, and
             ``bytes_sent_in_node``; ``compression_ratio``; seconds that the host was blocked, ``seconds_all_to_all``,
             ``seconds_all_gather`` and ``seconds_communication``; ``gradient_noise_scale`` in batches of one rank, once
-            local gradients were clipped by clip="sketch". Of 0/1 Adam's steps bytes are means over a local interval.
+            local gradients were clipped by clip="sketch". Of 0/1 Adam's local steps bytes are means since the last
+            call that had a sync to report.
         """
+        return self._metrics(self.traffic.mean_bytes())
+
+    def _metrics(self, sent: float) -> dict[str, float]:
         counts: dict[str, float] = {"step": self._step, "skipped_steps": self.skipped_steps, "rounds": self.rounds}
         in_full = self.last_plan.reduce_grads and not self.warmup_gradients.in_use
         noise = self._consensus.noise.scale
         counts |= {} if noise is None else {"gradient_noise_scale": noise}
         states, traffic = self._states, self.traffic
         full = sum(2 * (1 - 1 / s.communicator.world_size) * FLOAT_BYTES * s.layout.numel for s in states)
-        sent = traffic.round_bytes / max(1, traffic.round_steps)
         on_link = sent * max((s.communicator.topology.node_size for s in states), default=1)  # all ranks of the node
         inside = sum(traffic.node_bytes.values())
         counts |= {"bytes_sent_in_node": inside} if inside else {}
@@ -774,7 +777,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if self._bytes_compared or not (plan.stage.number and plan.synchronize) or self.communicator.rank != 0:
             return
         self._bytes_compared = True
-        numbers = self.metrics()
+        numbers = self._metrics(self.traffic.mean_bytes(peek=True))
         if numbers["bytes_sent_step"] > 0 and numbers["compression_ratio"] < FOUR_BITS_RATIO:
             self._log(
                 logging.WARNING,

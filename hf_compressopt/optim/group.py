@@ -19,6 +19,7 @@ from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.flat import Bucket, FlatLayout, Span
 from hf_compressopt.kernels import Average, Descent, LogVariance, Segment, SignFormat, Variance, on
 from hf_compressopt.kernels.memory import dense_values
+from hf_compressopt.kernels.messages import travels_in_full
 from hf_compressopt.kernels.variance import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, top_of_variance
 from hf_compressopt.optim.math import correct_bias_, floor_variance_, sum_of
 from hf_compressopt.schedules import StepPlan
@@ -28,14 +29,28 @@ PIECES = "pieces"
 
 
 class MomentShards:
-    """This rank's part of the two moments of a param group, bucket by bucket."""
+    """This rank's part of the two moments of a param group, bucket by bucket.
 
-    def __init__(self, layout: FlatLayout, communicator: Communicator, device: torch.device) -> None:
-        ranges = [communicator.topology.own_range(bucket.numel) for bucket in layout.buckets]
-        rows = list(zip(layout.buckets, ranges, strict=True))
-        self.spans = [list(_spans(bucket, *own)) for bucket, own in rows]
+    Attributes:
+        spans: The runs of parameters in this rank's chunk of each bucket.
+        numels_in_full: For each bucket, how many elements of each rank's chunk travel in full precision.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, communicator: Communicator, device: torch.device, in_full: Sequence[bool]
+    ) -> None:
+        place = communicator.topology
+        chunks = [
+            [list(_spans(bucket, *place.chunk_range(bucket.numel, rank))) for rank in range(place.world_size)]
+            for bucket in layout.buckets
+        ]
+        self.spans = [spans[place.rank] for spans in chunks]
+        self.numels_in_full = [
+            [sum(span.numel for span in own if in_full[span.index]) for own in spans] for spans in chunks
+        ]
+        numels = [sum(span.numel for span in own) for own in self.spans]
         self.exp_avg, self.exp_avg_sq = (
-            [torch.zeros(stop - start, dtype=torch.float32, device=device) for start, stop in ranges] for _ in range(2)
+            [torch.zeros(numel, dtype=torch.float32, device=device) for numel in numels] for _ in range(2)
         )
 
     def to(self, device: torch.device) -> None:
@@ -361,6 +376,7 @@ class GroupState:
         number: Its number among the param groups.
         params: The parameters that required a gradient when the group was added, in the group's order.
         names: Their names, for checkpoints.
+        in_full: Whether the gradients of each travel in full precision beside messages of integers.
         labels: Their names for messages: the model's, if they are known.
         layout: The place of each in the flat buffers.
         compact: Whether errors, and moments after the warmup stage, take the form that needs little memory.
@@ -398,6 +414,7 @@ class GroupState:
         if "param_names" not in options:
             self.labels = [f"{name} of shape {list(p.shape)}" for p, name in named.items()]
         self.compressed = compressed = not options["non_freeze"]
+        self.in_full = [travels_in_full(p) for p in self.params]
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self.communicator, self.own_rank = communicator, own_rank
         device = self.params[0].device if self.params else communicator.device
@@ -451,7 +468,9 @@ class GroupState:
 
     def room_for_shards(self, device: torch.device | None = None) -> MomentShards | None:
         """Return memory for this rank's part of the moments of the warmup stage; None if every rank has all of them."""
-        return MomentShards(self.layout, self.communicator, device or self.device) if self.shared_out else None
+        if not self.shared_out:
+            return None
+        return MomentShards(self.layout, self.communicator, device or self.device, self.in_full)
 
     def begin_step(self, plan: StepPlan) -> None:
         """Encode the variance before the first step in which it is frozen, if it is to lie in 8 bits."""
@@ -521,42 +540,7 @@ class GroupState:
             self.compressed and numel > 0 and not each for numel, each in zip(self.layout.numels, varies, strict=True)
         ]
 
-    def unsent_variance(
-        self, indices: Sequence[int], first: Sequence[float], second: Sequence[float], unit: float, least: float
-    ) -> dict[int, float]:
-        """Return a variance for parameters whose averaged gradients were all rounded to 0 beside larger ones.
-
-        What rounding has taken from such gradients lies in the errors e, the sum over t steps. Their square over t is
-        at least the variance of gradients that are noise, and at most t times that of gradients that are alike.
-        A parameter without gradients has errors of 0, unless signs were sent of it too. All ranks call.
-        """
-        chosen = {i for i in indices if self.layout.numels[i] and first[i] == second[i] > 0}
-        if self.communicator.world_size == 1 or not self.layout.numel:
-            return {}
-        squares = torch.zeros(len(self.params), dtype=torch.float64, device=self.device)
-        for bucket, errors in zip(self.layout.buckets, self.errors.feedback, strict=True):
-            pieces = [piece for piece in bucket.pieces if piece.index in chosen]
-            if not pieces:
-                continue
-            rows = [(errors.worker, self.errors.sent_range(bucket), 1 / self.communicator.topology.nodes)]
-            if not self.shared_out:  # else it is that of parameters
-                rows.append(((errors.server,), self.errors.own_range(bucket), 1.0))
-            for parts, (low, high), share in rows:
-                values = self.errors.joined(parts)
-                for piece in pieces:
-                    start, stop = max(piece.offset, low), min(piece.offset + piece.numel, high)
-                    if start < stop:
-                        squares[piece.index] += share * values[start - low : stop - low].double().square().sum()
-        with self.communicator.traffic.paused():
-            self.communicator.all_reduce(squares).wait()
-        found = squares.tolist()
-        return {
-            index: max(found[index] / unit**2 / self.layout.numels[index] / first[index], least)
-            for index in chosen
-            if found[index] > 0
-        }
-
-    def freeze_variance(self, first: Sequence[float], second: Sequence[float], floor: float, unit: float) -> None:
+    def freeze_variance(self, first: Sequence[float], second: Sequence[float], floor: float) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, at the end of the warmup stage."""
         beta1, beta2 = self.options["betas"]
         for index, counts in enumerate(zip(first, second, strict=True)):
@@ -566,13 +550,6 @@ class GroupState:
                 correct_bias_(exp_avg_sq, counts[1], beta2)
             floor_variance_(exp_avg_sq, floor)
         self.find_still()
-        missing = [index for index, still in enumerate(self.still) if still]
-        others = self.layout.numel - sum(self.layout.numels[index] for index in missing)
-        least = floor * float(sum_of(self.exp_avg_sq)) / max(others, 1) if missing else 0.0
-        for index, variance in self.unsent_variance(missing, first, second, unit, least).items():
-            self.view(self.exp_avg_sq, index).clamp_(min=variance)
-        if missing:
-            self.find_still()
 
     def descent(self, max_update: float | None = None) -> Descent:
         """Return how the parameters follow a direction; None or 0 as ``max_update`` is no bound."""

@@ -8,7 +8,8 @@ gradient of rank r:
     rank j: messages <- Q(d);  server_error <- d - Q(d)                                                 (3)
     all ranks: p <- p (1 - lr wd) + Q(d)                                                                (4)
 
-All ranks apply the same messages, so that the parameters have the same bits everywhere, without masters. The server
+Gradients of one dimension and of small parameters are summed in full precision instead of (1), without an error. All
+ranks apply the same messages, so that the parameters have the same bits everywhere, without masters. The server
 error is in the unit of the parameters here. At the end of the stage every rank sends its part of the moments once:
 the momentum as signs, the variance in 8 bits. What the signs miss becomes the server error of the next step, whose
 momentum is b1 m + (1 - b1) g:
@@ -39,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_compressopt import kernels
 from hf_compressopt.collectives.backward import BackwardPasses
 from hf_compressopt.collectives.errors import keep_, scale_
 from hf_compressopt.collectives.exchange import (
@@ -51,6 +53,7 @@ from hf_compressopt.collectives.exchange import (
     own_message,
     reduce_scatter,
     run_tasks,
+    summed,
 )
 from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.flat import Bucket, chunk_numel
@@ -116,8 +119,8 @@ def _step_of_bucket(
     bucket, form = state.layout.buckets[number], IntegerFormat(bits)
     mean = None if sent is None else sent.take_mean(state, bucket, feedback)
     if mean is None:
-        z = Combination(bucket.numel, state.device, grads=state.gradient_segments(bucket, grads))
-        mean = yield from reduce_scatter(z, feedback.worker, feedback.worker, form, state.communicator)
+        segments = state.gradient_segments(bucket, grads)
+        mean = yield from _mean_of_chunk(state, number, segments, 1.0, feedback.worker, feedback.worker, form)
     together, message = own_message(bucket.numel, form, state.communicator, state.device)
     if mean.numel():
         update, error = Combination.of(_update(state, number, mean, present, fused=fused)), feedback.server
@@ -129,6 +132,36 @@ def _step_of_bucket(
             if any(present[segment.index] == here for segment in params):
                 chosen = [s if present[s.index] == here else replace(s, tensor=None) for s in params]
                 form.add_(changes, chosen, factor)
+
+
+def _mean_of_chunk(
+    state: GroupState,
+    number: int,
+    segments: Sequence[Segment],
+    factor: float,
+    old: Sequence[Errors],
+    new: Sequence[Errors],
+    form: IntegerFormat,
+) -> Task[Tensor]:
+    """Average this rank's chunk of the gradients of a bucket times a factor, (1), and return it, [n_own] float32."""
+    ranks, device, numel = state.communicator, state.device, state.layout.buckets[number].numel
+    place, in_full = ranks.topology, [segment for segment in segments if state.in_full[segment.index]]
+    values = torch.empty(sum(segment.numel for segment in in_full), dtype=torch.float32, device=device)
+    if in_full:
+        kernels.on(values).combine_(Combination(values.numel(), device, grads=in_full, beta=factor), values)
+        segments = [replace(s, tensor=None) if state.in_full[s.index] else s for s in segments]
+    z = Combination(numel, device, grads=segments, beta=factor)
+    mean = yield from reduce_scatter(z, old, new, form, ranks)
+    if in_full:
+        shards, everyone = _shards_of(state), range(ranks.world_size)
+        numels = shards.numels_in_full[number]
+        chunks = torch.split(values, [numels[rank] for rank in sorted(everyone, key=place.chunk_of)])
+        by_rank = torch.cat([chunks[place.chunk_of(rank)] for rank in everyone])
+        means = yield from summed(by_rank, numels, ranks, 1.0 / ranks.world_size)
+        spans = [span for span in shards.spans[number] if state.in_full[span.index]]
+        for span, part in zip(spans, torch.split(means, [span.numel for span in spans]), strict=True):
+            part_of(mean, span).copy_(part)
+    return mean
 
 
 def _update(state: GroupState, number: int, mean: Tensor, present: Sequence[bool], *, fused: bool) -> Tensor:
@@ -167,10 +200,10 @@ def end_warmup_stage(
             factor = (1 - state.options["betas"][0]) * (clipped if state.shared_out else 1.0)
             state.errors.scale_([factor] * len(state.params))
             freeze = GroupState.freeze_variance if state.moments.shards is None else _gather
-            freeze(state, *counts(state), floor, factor)
+            freeze(state, *counts(state), floor)
 
 
-def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], floor: float, unit: float) -> None:
+def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], floor: float) -> None:
     """Do what :meth:`GroupState.freeze_variance` does, and bring the moments to all ranks, in their compact form."""
     shards, communicator = _shards_of(state), state.communicator
     beta1, beta2 = state.options["betas"]
@@ -187,13 +220,6 @@ def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], 
         if floor > 0:
             exp_avg_sq.clamp_(min=floor * total[span.index] / state.layout.numels[span.index])
     points = _tops(state)
-    missing = [index for index, top in enumerate(points) if top <= NO_TOP]
-    others = state.layout.numel - sum(state.layout.numels[index] for index in missing)
-    unsent = state.unsent_variance(missing, first, second, unit, floor * sum(total) / max(others, 1))
-    if missing:
-        for span, _, exp_avg_sq in shards.parts():
-            exp_avg_sq.clamp_(min=unsent.get(span.index, 0.0))
-        points = _tops(state)
     still = [top <= NO_TOP for top in points]
     rows = enumerate(state.feedback)
     run_tasks(_gather_momentum(state, number, feedback, still) for number, feedback in rows)
@@ -259,9 +285,10 @@ class _SentMean:
 
 @dataclass(frozen=True)
 class _SentBucket:
-    """A bucket, its param group and its errors."""
+    """A bucket, its param group, its number there, and its errors."""
 
     state: GroupState
+    number: int
     bucket: Bucket
     feedback: ErrorFeedback
 
@@ -359,9 +386,9 @@ class FreedGradients:
     def _make_rows(self) -> list[_SentBucket]:
         """Return the buckets, the last ones of all groups first: backward goes through each group to its beginning."""
         rows = [
-            _SentBucket(state, bucket, feedback)
+            _SentBucket(state, number, bucket, feedback)
             for state in self.states
-            for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True)
+            for number, (bucket, feedback) in enumerate(zip(state.layout.buckets, state.feedback, strict=True))
         ]
         return sorted(rows, key=lambda row: row.bucket.start / row.state.layout.numel, reverse=True)
 
@@ -438,9 +465,8 @@ class FreedGradients:
                 self._sent.present[state.number][piece.index] = True
         segments = state.gradient_segments(bucket, grads)
         if not self._plan.stage.number:
-            z = Combination(bucket.numel, state.device, grads=segments, beta=1 / self._backward.loss_scale)
-            errors = tuple(map(like_errors, old.worker))
-            mean = reduce_scatter(z, old.worker, errors, self._form, state.communicator)
+            factor, errors = 1 / self._backward.loss_scale, tuple(map(like_errors, old.worker))
+            mean = _mean_of_chunk(state, row.number, segments, factor, old.worker, errors, self._form)
             self._sent.tasks.add(self._keep_mean(row.key, mean, errors))
         else:
             if self._sent.sketch is not None:

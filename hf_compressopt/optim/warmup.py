@@ -5,7 +5,9 @@ A message of integers keeps what it misses in the errors of the compressed stage
     u = g_r + worker_error;  messages <- Q(u);  worker_error <- u - Q(u)                        (1)
     a = mean_r Q(u_r) + server_error;  g <- Q(a);  server_error <- a - Q(a)                     (2)
 
-At the end of the stage, times 1 - b1, they become errors of the momentum. Sources: LoCo (arXiv 2407.04480).
+At the end of the stage, times 1 - b1, they become errors of the momentum. Parameters of one dimension and small ones
+travel in full precision beside them: larger neighbours in a block would round their gradients to 0. Sources: LoCo
+(arXiv 2407.04480).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.ddp import GradientBucket, GradientRounds, IntegerBucket, plain_buckets
 from hf_compressopt.kernels import INTEGER_BITS
+from hf_compressopt.kernels.messages import travels_in_full
 from hf_compressopt.optim.agreement import write_log
 from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.math import floor_variance_
@@ -68,7 +71,8 @@ class WarmupGradients:
     ) -> list[GradientBucket]:
         """Return the buckets in which the gradients of a round travel; those of own process groups stay local.
 
-        A param group travels as integers if it is ever compressed, and all its parameters are in the round.
+        A param group travels as integers if it is ever compressed, and all its parameters are in the round; its small
+        parameters travel beside them.
         """
         self._follow()
         self.ever_in_use = True
@@ -90,11 +94,13 @@ class WarmupGradients:
             if state.own_rank is not None:
                 continue
             whole = here is None or here.issuperset(state.params)
+            params = [p for p in state.params if p.requires_grad and (here is None or p in here)]
             if self.bits in INTEGER_BITS and state.compressed and whole:
                 for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
-                    found.append(IntegerBucket(bucket, state.params, state.communicator, owner, feedback, self.bits))
-                continue
-            params = [p for p in state.params if p.requires_grad and (here is None or p in here)]
+                    if not all(state.in_full[piece.index] for piece in bucket.pieces):
+                        of = bucket, state.params, state.communicator, owner, feedback, self.bits
+                        found.append(IntegerBucket(*of, in_full=state.in_full))
+                params = [p for p in params if travels_in_full(p)]
             dtype = torch.bfloat16 if self.bits == 16 and state.compressed else None
             if state.communicator.name == "mpi":  # it sums no 16-bit numbers
                 dtype = torch.float32

@@ -200,6 +200,8 @@ class Training:
         update_seconds: AdamW's share of them; None is one pass over memory, as of a fused AdamW.
         itemsize: Bytes of a parameter, and of its gradient: 4 or 2.
         bucket_cap_mb: MiB sent together: of gradients in DDP, of float32 values otherwise.
+        in_full: Of ``params``, those of one dimension or in tensors below 256 elements, whose gradients travel in
+            full precision beside messages of a compressed optimizer's 4 or 8 ``warmup_bits``.
     """
 
     params: int
@@ -209,10 +211,15 @@ class Training:
     bucket_cap_mb: float = 25.0
     scale_block: int | None = 4096
     warmup_bits: int = signature(CompressedOptimizer).parameters["warmup_bits"].default
+    in_full: int = 0
 
     def __post_init__(self) -> None:
         if not self.params >= 1:
             raise ValueError(f"params must be >= 1, got {self.params}")
+        if not 0 <= self.in_full <= self.params:
+            raise ValueError(
+                f"in_full must be from 0 to params={self.params}, of which it is a part, got {self.in_full}"
+            )
         if not 0 < self.compute_seconds < math.inf:
             raise ValueError(f"compute_seconds must be > 0 and finite, got {self.compute_seconds}")
         if not 0 <= (self.update_seconds or 0) < self.compute_seconds:
@@ -342,7 +349,8 @@ class Model:
         """A step of a compressed optimizer that averages gradients, in its warmup_bits."""
         bits = self.training.warmup_bits
         if bits in INTEGER_BITS:
-            return self.low_bit(bits, settled=False)
+            beside = ring(self.cluster, self.training.in_full * self.training.itemsize, passes=2)
+            return self._with(self.low_bit(bits, settled=False), beside)
         return self.ddp(min(bits // 8, self.training.itemsize))
 
     def shared_out(self, *, early: bool = False) -> Step:
@@ -362,7 +370,14 @@ class Model:
         else:
             seconds += self.forward + self.backward + self.cluster.pass_seconds(_NORM * params)
             seconds += self._pipelined(make + apply, scatter + gather)
-        return Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link)
+        beside = all_to_all(self.cluster, self.training.in_full * FLOAT_BYTES)
+        return self._with(Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link), beside)
+
+    def _with(self, step: Step, beside: Message) -> Step:
+        """Return a step that also sends the gradients in full precision, at its end."""
+        if not self.training.in_full:
+            return step
+        return Step(step.seconds + beside.seconds, step.sent + beside.sent, step.on_link + beside.on_link)
 
     def alone(self, passes: Passes) -> Step:
         """A step of 0/1 Adam between syncs."""

@@ -158,7 +158,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.model is not None:
             from hf_compressopt.integrations import step_time
 
-            arguments.params = step_time.parameters_of(arguments.model)
+            arguments.params, arguments.in_full = step_time.parameters_of(arguments.model)
         found = predict(arguments, arguments.nodes * arguments.gpus_per_node)
     except ValueError as error:
         arguments.parser.error(str(error))
@@ -214,6 +214,7 @@ def _cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
         raise ValueError("one rank sends nothing, so there is no time to predict: give --nodes or --gpus-per-node")
     if nodes == 1:
         nodes, gpus = gpus, 1  # each GPU has a link of its own
-    size = {"itemsize": itemsize, "bucket_cap_mb": arguments.bucket_cap_mb}
+    in_full = getattr(arguments, "in_full", 0)  # known of --model alone
+    size = {"itemsize": itemsize, "bucket_cap_mb": arguments.bucket_cap_mb, "in_full": in_full}
     training = Training(arguments.params, arguments.compute_seconds, **size, **of_training)
     return Model(training, Cluster(nodes, gpus, arguments.bandwidth, topology=arguments.topology, **of_cluster))

@@ -1,5 +1,6 @@
 """ZeroOneAdam: its schedule, its bytes, and one set of parameters for those who look from outside."""
 
+import itertools
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_compressopt import OnebitAdam, ZeroOneAdam, load_state, save_state
+from hf_compressopt import OnebitAdam, ZeroOneAdam, average_gradients, load_state, save_state
 from tests.oracles.cases import (
     MIXED,
     MIXED_GROUPS,
@@ -39,6 +40,28 @@ def test_variance_schedule_is_that_of_a_counter(scaler):
     optimizer = ZeroOneAdam([nn.Parameter(torch.ones(3))], var_freeze_step=400, var_update_scaler=scaler)
     learning = [t for t in range(1, 401) if optimizer.plan_at(t).update_variance]
     assert learning == variance_steps(400, scaler)
+
+
+@on_ranks(2)
+def test_metrics_of_local_steps_are_means_since_the_last_line(rank, world_size):
+    param = torch.nn.Parameter(torch.zeros(400, 100))
+    schedule = {"var_freeze_step": 2, "local_step_scaler": 3, "local_step_clipper": 4}
+    optimizer = ZeroOneAdam([param], lr=1e-3, warmup_bits=32, **schedule)
+    lines = []
+    for step in range(1, 31):
+        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * rank + step))
+        average_gradients(optimizer)
+        optimizer.step()
+        if step in (2, 7, 17, 29, 30):
+            lines.append(optimizer.metrics())
+            assert lines[-1] == optimizer.metrics()
+    for before, line in itertools.pairwise(lines[:-1]):
+        steps, sent = line["step"] - before["step"], line["bytes_sent"] - before["bytes_sent"]
+        assert sent > 0 and line["bytes_sent_step"] == sent / steps
+        assert line["compression_ratio"] == pytest.approx(4 * 40_000 / (sent / steps))
+    *_, before, silent = lines  # no sync since the line before
+    assert silent["bytes_sent"] == before["bytes_sent"]
+    assert silent["bytes_sent_step"] == before["bytes_sent_step"] > 0
 
 
 @pytest.mark.invariant(33)

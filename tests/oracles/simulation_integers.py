@@ -47,6 +47,13 @@ def sum_in_groups(rows: list[np.ndarray]) -> np.ndarray:
     return total
 
 
+def in_full(shapes: list[tuple[int, ...]]) -> np.ndarray:
+    """Which elements of tensors, [numel], travel in full precision beside messages of integers."""
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    small = [len(shape) < 2 or size < 2 * BLOCK for shape, size in zip(shapes, sizes, strict=True)]
+    return np.repeat(small, sizes) if shapes else np.zeros(0, bool)
+
+
 class Simulation:
     """The errors of W ranks for one flat buffer that is cut into buckets; compact errors are rounded to 8 bits.
 

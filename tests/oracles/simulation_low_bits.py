@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.oracles.simulation import Grads, OnebitAdamSimulation, SimulatedGroup, chunk_bounds
-from tests.oracles.simulation_integers import Simulation
+from tests.oracles.simulation_integers import Simulation, in_full
 from tests.oracles.simulation_lamb import OnebitLambSimulation
 from tests.oracles.simulation_zero_one import ZeroOneAdamSimulation, ZeroOneGroup
 
@@ -36,14 +36,18 @@ class Exchange:
             mean = flat.astype(np.float64).mean(axis=0)
         else:
             exchange = Simulation(group.numel, self.bucket_numel, self.world_size, self.bits)
-            self._move_errors(group, exchange, out=False)
-            mean = exchange.average(flat)
-            self._move_errors(group, exchange, out=True)
+            small = in_full([p.shape for p in group.params])
+            self._move_errors(group, exchange, small, out=False)
+            mean = exchange.average(np.where(small, np.float32(0), flat)).astype(np.float64)
+            mean[small] = flat[:, small].astype(np.float64).mean(axis=0)
+            self._move_errors(group, exchange, small, out=True)
         parts = group.unflatten(mean) if group.params else []
         return [None if missing else part for part, missing in zip(parts, nobody, strict=True)]
 
-    def _move_errors(self, group: Any, exchange: Simulation, *, out: bool) -> None:
+    def _move_errors(self, group: Any, exchange: Simulation, small: np.ndarray, *, out: bool) -> None:
         for k, bucket in enumerate(exchange.buckets):
+            if small[bucket].all():
+                continue  # it is not sent as integers
             chunks = chunk_bounds(bucket.stop - bucket.start, self.world_size)
             for rank, (begin, end) in enumerate(chunks):
                 place = slice(bucket.start + begin, bucket.start + end)

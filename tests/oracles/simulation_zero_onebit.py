@@ -17,7 +17,7 @@ from tests.oracles.simulation import (
     sketched_norm,
 )
 from tests.oracles.simulation_compact import NEGLIGIBLE, CompactOnebitAdam
-from tests.oracles.simulation_integers import BLOCK
+from tests.oracles.simulation_integers import BLOCK, in_full
 from tests.oracles.simulation_integers import quantize as to_integers
 
 
@@ -61,15 +61,18 @@ class ZeroOnebitAdam(CompactOnebitAdam):
 
     def _sent(self, group: SimulatedGroup, local: list[list[Any]]) -> np.ndarray:
         """Send the gradients, and return what the servers make of them."""
-        flat = [group.flatten(grads) for grads in local]
-        mean = np.zeros(group.numel)
+        whole = [group.flatten(grads) for grads in local]
+        small = in_full([p.shape for p in group.params])
+        flat = [np.where(small, 0.0, row) for row in whole]
+        mean = np.where(small, np.mean(whole, axis=0), 0.0)
         for k, (begin, end) in enumerate(self._buckets(group)):
             for low, high in chunk_bounds(end - begin, self.world_size):
                 for rank, errors in enumerate(group.worker_errors[k]):
                     u = flat[rank][begin + low : begin + high] + errors[low:high]
                     sent = self._message(u)
                     errors[low:high] = self._stored(u - sent)
-                    mean[begin + low : begin + high] += sent / self.world_size
+                    here = slice(begin + low, begin + high)
+                    mean[here] += np.where(small[here], 0.0, sent / self.world_size)
         return mean
 
     def _update(self, group: SimulatedGroup, local: list[list[Any]], mean: np.ndarray) -> None:

@@ -20,7 +20,7 @@ from hf_compressopt.kernels.errors import tensor_of
 from hf_compressopt.planner import cost, estimate, report
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ZERO_ONE_LOCAL, Cluster, Model, Training
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
-from tests.support.harness import on_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.launching import REPO_ROOT, run_python
 
 RESULTS = REPO_ROOT / "scripts" / "results"
@@ -166,6 +166,24 @@ def test_low_bit_bytes_are_those_that_are_sent(rank: int, world_size: int) -> No
     for bits in (4, 8):
         sent = averaged(40_000, f"int{bits}").metrics()["bytes_sent_step"]
         assert sent == pytest.approx(model.low_bit(bits).sent, rel=0.005)
+
+
+def warmup_bytes(rank: int, world_size: int, zero_stage: int) -> float:
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((500,), (200, 195), (500,))]
+    optimizer = OnebitAdam(params, zero_stage=zero_stage)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    average_gradients(optimizer)
+    optimizer.step()
+    return optimizer.metrics()["bytes_sent_step"]
+
+
+@pytest.mark.parametrize(("world_size", "zero_stage"), [(2, 0), (3, 0), (2, 1), (3, 1)])
+def test_bytes_in_full_beside_integers_are_those_that_are_sent(world_size: int, zero_stage: int) -> None:
+    model = Model(Training(40_000, 1.0, in_full=1000), Cluster(world_size, 1, 1e9))
+    expected = model.shared_out() if zero_stage else model.averaged()
+    sent = run_ranks(world_size, warmup_bytes, zero_stage)  # with zero_stage by where the small tensors' servers are
+    assert sum(sent) / world_size == pytest.approx(expected.sent, rel=0.005)
 
 
 @on_ranks(4)
