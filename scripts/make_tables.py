@@ -125,6 +125,7 @@ def by_ranks(runs: dict[str, tuple[str, str]], counts: Sequence[int], of_bytes: 
 
 TUNED = {
     "`grad_compression=int4`": "AdamW, int4 gradients",
+    "`onebit_adam`": "OnebitAdam",
     "`onebit_adam`, frozen": "OnebitAdam, frozen",
     "`zero_one_adam`, frozen": "ZeroOneAdam, frozen",
 }
