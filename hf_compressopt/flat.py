@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 
@@ -84,6 +85,12 @@ class FlatLayout:
     starts: tuple[int, ...]
     buckets: tuple[Bucket, ...]
     numel: int
+
+    @cached_property
+    def whole(self) -> Bucket:
+        """All elements as one bucket, with each parameter that has elements in one piece."""
+        rows = zip(self.numels, self.starts, strict=True)
+        return Bucket(0, self.numel, tuple(Span(i, 0, numel, start) for i, (numel, start) in enumerate(rows) if numel))
 
     @classmethod
     def build(cls, numels: Sequence[int], bucket_numel: int) -> FlatLayout:

@@ -31,6 +31,7 @@ from hf_compressopt.collectives.topology import AUTO, TopologyOptions, with_topo
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
 from hf_compressopt.format.index import NODE_SIZE
+from hf_compressopt.kernels.memory import numbers_on
 
 FORMATS = {"int4": 4, "int8": 8}
 #: Legal values of the option ``state``.
@@ -266,10 +267,11 @@ class GradientCompression:
             return
         device = self.communicator.device
         with torch.no_grad():
-            present = torch.tensor([float(p.grad is not None) for p in self.params], dtype=torch.float32, device=device)
+            mine = [float(p.grad is not None) for p in self.params]
+            present = numbers_on(device, mine)
             self.communicator.all_reduce(present, op="max").wait()
             self._start()
-            for param, anywhere in zip(self.params, present.tolist(), strict=True):
+            for param, anywhere in zip(self.params, mine if all(mine) else present.tolist(), strict=True):
                 if anywhere and param.grad is None:
                     param.grad = torch.zeros_like(param)
                 self._rounds.add(param, param.grad)

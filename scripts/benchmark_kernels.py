@@ -105,7 +105,7 @@ def sign_cases(numel: int, device: torch.device, dtype: torch.dtype, averaged: t
     message, whole = (
         torch.zeros(message_nbytes(numel, block), dtype=torch.uint8, device=device) for block in (BLOCK, None)
     )
-    kernels.SignFormat(BLOCK).compress_with_feedback_(Combination.of(x), error, message, 1)
+    kernels.SignFormat(BLOCK).compress_(Combination.of(x), error, message, 1, error)
     y, received = Average(numel, None, message, 1, BLOCK, message.numel()), message.repeat(max(averaged))
     served, native = torch.zeros_like(message), kernels.on(device)
     momentum = Combination(numel, device, x, 0.9, grads, 0.1)
@@ -117,12 +117,12 @@ def sign_cases(numel: int, device: torch.device, dtype: torch.dtype, averaged: t
     rates, sums = torch.full((1,), 1e-6, device=device), torch.zeros(1, 3, dtype=torch.float64, device=device)
 
     def compress(z: Combination, out: Tensor, block: int | None, error: Errors = error) -> Callable[[], object]:
-        return lambda: kernels.SignFormat(block).compress_with_feedback_(z, error, out, 1)
+        return lambda: kernels.SignFormat(block).compress_(z, error, out, 1, error)
 
     def average(name: str, count: int, error: Errors, each: float) -> Case:
         form, nbytes = kernels.SignFormat(BLOCK), 2 * each + (count + 1) * SIGN
         part = received[: count * message.numel()]
-        return Case(name, lambda: form.average_with_feedback_(part, error, served, count), nbytes, "a *= c")
+        return Case(name, lambda: form.average_compress_(part, error, error, served, count), nbytes, "a *= c")
 
     return [
         Case("compress", compress(Combination.of(x), message, BLOCK), 12 + SIGN),

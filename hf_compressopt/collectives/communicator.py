@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.topology import Levels, Topology, topology_of
-from hf_compressopt.kernels.memory import in_memory
+from hf_compressopt.kernels.memory import in_memory, numbers_on
 
 _DIGEST_BITS = 20
 DIGEST_BOUND = 1 << _DIGEST_BITS
@@ -320,7 +320,7 @@ class Communicator(ABC):
         pieces = [digest >> shift & (1 << bits) - 1 for digest in digests for shift in shifts]
         squares = [float(number) for piece in pieces for number in (piece, piece * piece)]
         head = torch.stack([value.to(self.device, dtype) for value in values])
-        parts = [head, torch.tensor(squares, dtype=dtype, device=self.device)]
+        parts = [head, numbers_on(self.device, squares, dtype)]
         message = torch.cat(parts if sketch is None else [*parts, sketch.to(self.device, dtype)])
         self.all_reduce(message).wait()
         if sketch is not None:

@@ -10,7 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, ClassVar
 
 import torch
@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_compressopt import kernels
 from hf_compressopt.collectives.backward import Order
 from hf_compressopt.collectives.communicator import Communicator, Traffic
-from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, all_reduce
+from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, all_reduce, in_runs
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment, any_nan
+from hf_compressopt.kernels.memory import numbers_on
 
 _BUCKET_BYTES = 25 * 2**20
 _Grads = Mapping[Tensor, Tensor | None]
@@ -45,9 +46,11 @@ class GradientBucket(ABC):
         communicator: The ranks.
         owner: Number of the optimizer that takes the gradients. All gradients of an owner are dropped together.
         waits_in_step: Whether nothing is written into the gradients, so that the step may await the average.
+        is_alone: Whether the bucket is sent with no other.
     """
 
     waits_in_step: ClassVar[bool] = False
+    is_alone: ClassVar[bool] = False
     bucket: Bucket
     params: Sequence[Tensor]
     communicator: Communicator
@@ -61,9 +64,10 @@ class GradientBucket(ABC):
     def form(self) -> str:
         """Name the form of the messages."""
 
+    @classmethod
     @abstractmethod
-    def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, _Finish]]:
-        """Average gradients over the ranks.
+    def average(cls, run: Sequence[Any], grads: _Grads) -> Task[tuple[Tensor, _Finish]]:
+        """Average the gradients of a run of buckets over the ranks; ``grads`` has every parameter in them.
 
         Returns:
             [] bool, whether an element is not finite, alike on all ranks; and a function that ends the exchange, given
@@ -71,7 +75,7 @@ class GradientBucket(ABC):
         """
 
     def segments(self, grads: _Grads) -> list[Segment]:
-        """Return the gradients of the bucket; ``grads`` has every parameter in it."""
+        """Return the gradients of the bucket."""
         pieces = self.bucket.pieces
         return [Segment(grads[self.params[p.index]], p.start, p.numel, p.index) for p in pieces]
 
@@ -106,17 +110,24 @@ class IntegerBucket(GradientBucket):
         found = super().segments(grads)
         return [replace(s, tensor=None) if self.in_full[s.index] else s for s in found] if self.in_full else found
 
-    def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, _Finish]]:
-        form, old, new = IntegerFormat(self.bits), self.feedback, self.new or self.feedback.like()
-        z = Combination(self.bucket.numel, self.communicator.device, grads=segments, beta=1.0 / self.loss_scale)
-        average = yield from all_reduce(z, old, form, self.communicator, new)
-        form.add_(average, segments, scale=self.loss_scale)
+    @classmethod
+    def average(cls, run: Sequence["IntegerBucket"], grads: _Grads) -> Task[tuple[Tensor, _Finish]]:
+        form, ranks, scale = IntegerFormat(run[0].bits), run[0].communicator, run[0].loss_scale
+        old, new = [b.feedback for b in run], [b.new or b.feedback.like() for b in run]
+        segments = [bucket.segments(grads) for bucket in run]
+        rows = zip(run, segments, strict=True)
+        zs = [Combination(b.bucket.numel, ranks.device, grads=mine, beta=1.0 / scale) for b, mine in rows]
+        averages = yield from all_reduce(zs, old, form, ranks, new)
+        use = kernels.on(averages[0].messages)
+        for average, mine in zip(averages, segments, strict=True):
+            use.add_(average, mine, 0.0, scale)
 
         def finish(finite: bool) -> None:
-            if finite and self.new is None:
-                old.copy_(new)
+            for bucket, errors in zip(run, new, strict=True):
+                if finite and bucket.new is None:
+                    bucket.feedback.copy_(errors)
 
-        return any_nan(average), finish
+        return any_nan(*averages), finish
 
 
 @dataclass
@@ -127,18 +138,22 @@ class PlainBucket(GradientBucket):
         dtype: Their dtype on the wire.
     """
 
+    is_alone: ClassVar[bool] = True  # the bits of a sum depend on the place in the message
     dtype: torch.dtype
 
     def form(self) -> str:
         return str(self.dtype)
 
-    def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, _Finish]]:
-        values = torch.empty(self.bucket.numel, dtype=torch.float32, device=self.communicator.device)
+    @classmethod
+    def average(cls, run: Sequence["PlainBucket"], grads: _Grads) -> Task[tuple[Tensor, _Finish]]:
+        (bucket,) = run
+        ranks, segments = bucket.communicator, bucket.segments(grads)
+        values = torch.empty(bucket.bucket.numel, dtype=torch.float32, device=ranks.device)
         # times 1/W first, as DDP does
-        z = Combination(values.numel(), values.device, grads=segments, beta=1.0 / self.communicator.world_size)
+        z = Combination(values.numel(), values.device, grads=segments, beta=1.0 / ranks.world_size)
         kernels.on(values).combine_(z, values)
-        values = values.to(self.dtype)
-        handle = self.communicator.all_reduce(values)
+        values = values.to(bucket.dtype)
+        handle = ranks.all_reduce(values)
         yield None
         handle.wait()
         parts = torch.split(values, [segment.numel for segment in segments])
@@ -165,11 +180,19 @@ def plain_buckets(
     return buckets
 
 
+def _runs(buckets: Iterable[GradientBucket]) -> Iterator[list[GradientBucket]]:
+    """Divide buckets, in their order, into what is sent together; those that take an all-reduce are sent alone."""
+    for _, alike in groupby(buckets, key=lambda b: (b.form(), b.owner, id(b.communicator), id(b) * b.is_alone)):
+        together = list(alike)
+        yield from in_runs(together, lambda bucket: bucket.bucket.numel, together[0].communicator)
+
+
 class GradientRounds:
     """The exchange of the gradients of one step, again and again, while backward makes them known."""
 
     def __init__(self) -> None:
         self._buckets: list[GradientBucket] = []
+        self._runs: list[list[GradientBucket]] = []  # what is sent together of them
         self._order = Order()
         self._grads: dict[Tensor, Tensor | None] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -182,7 +205,8 @@ class GradientRounds:
         """Start a round of these buckets, in order; ranks compare other buckets than before, given a communicator."""
         if len(buckets) != len(self._buckets) or any(a is not b for a, b in zip(buckets, self._buckets, strict=True)):
             self._buckets = list(buckets)
-            self._order = Order(bucket.members() for bucket in buckets)
+            self._runs = list(_runs(buckets))
+            self._order = Order(chain.from_iterable(bucket.members() for bucket in run) for run in self._runs)
             rows = [(b.form(), b.owner, [(p.index, p.start, p.stop) for p in b.bucket.pieces]) for b in buckets]
             mine = repr(rows)
             if communicator is not None and mine != self._checked:
@@ -206,11 +230,11 @@ class GradientRounds:
         self._grads[param] = grad
         self._order.arrived(param)
         for index in self._order.due():
-            self._pipeline.add(self._exchange(self._buckets[index]))
+            self._pipeline.add(self._exchange(self._runs[index]))
 
-    def _exchange(self, bucket: GradientBucket) -> Task[None]:
-        not_finite, finish = yield from bucket.average(bucket.segments(self._grads))
-        self._averages.append((bucket.owner, not_finite, finish))
+    def _exchange(self, run: list[GradientBucket]) -> Task[None]:
+        not_finite, finish = yield from run[0].average(run, self._grads)
+        self._averages.append((run[0].owner, not_finite, finish))
 
     def _send_rest(self) -> None:
         for param in self._order.of:
@@ -563,9 +587,7 @@ def average_gradients(
 
 def _average(params: Sequence[Tensor], communicator: Communicator, rounds: GradientRounds | None) -> None:
     sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in params)
-    present = torch.tensor(
-        [float(p.grad is not None) for p in params] + [2.0 * sparse], dtype=torch.float32, device=communicator.device
-    )
+    present = numbers_on(communicator.device, [*(float(p.grad is not None) for p in params), 2.0 * sparse])
     communicator.all_reduce(present, op="max").wait()
     *has_grad, any_sparse = present.tolist()
     if any_sparse:
@@ -607,7 +629,7 @@ def average_group(
 ) -> list[Tensor | None]:
     """Average one param group's local gradients: new float32 tensors, or None without a gradient on any rank."""
     device = communicator.device
-    present = torch.tensor([float(grad is not None) for grad in grads], dtype=torch.float32, device=device)
+    present = numbers_on(device, [float(grad is not None) for grad in grads])
     flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)  # [numel]
     for grad, start, numel in zip(grads, layout.starts, layout.numels, strict=True):
         if grad is not None:

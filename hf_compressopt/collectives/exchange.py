@@ -18,15 +18,19 @@ In the hierarchical topology, with M nodes of g ranks:
 
 So a link between nodes carries what one rank of M would send, and a rank has the worker errors of its shard only.
 
-The exchange of one bucket is a generator, a :data:`Task`. It yields before each wait, so that a :class:`Pipeline` can
-compress the next bucket while a message is on the wire.
+Consecutive small buckets are sent together (:func:`in_runs`): what a rank sends of them to another is one message. It
+holds the bytes that they have apart.
+
+The exchange of such a run, or of one bucket, is a generator, a :data:`Task`. It yields before each wait, so that a
+:class:`Pipeline` can compress the next bucket while a message is on the wire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,13 +39,24 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.topology import Topology
-from hf_compressopt.kernels import AnyAverage, Average, Combination, Errors, IntegerFormat, MessageFormat
+from hf_compressopt.kernels import (
+    MESSAGE_ALIGNMENT,
+    AnyAverage,
+    Average,
+    Combination,
+    Errors,
+    IntegerFormat,
+    MessageFormat,
+)
 from hf_compressopt.kernels.errors import like_errors, tensor_of
 
 _Result = TypeVar("_Result")
+_Bucket = TypeVar("_Bucket")
 #: Work on one bucket. It yields before each wait: True if nothing is sent after it, so that the wait is not urgent.
 Task = Generator["bool | None", None, _Result]
 _LAST = True
+#: Elements up to which consecutive small buckets are sent together: their messages are too short to fill a link.
+TOGETHER = 1 << 16
 #: Elements that are summed at once per thread: a few pieces fit into a core's own cache.
 _PIECE = 1 << 15
 
@@ -136,99 +151,137 @@ class ErrorFeedback:
 
 
 class _Plan(NamedTuple):
-    """One rank's messages of a bucket, prepared once for each size of a bucket.
+    """What one rank sends of a run of buckets, prepared once for their sizes.
 
     Attributes:
-        is_flat: Whether the topology is flat.
-        parts: Elements and bytes of each chunk that this rank sends, if it is not.
-        nbytes: Bytes of the messages to all servers.
-        to_peers: Those to each server.
-        from_peers: Bytes of the message from each peer.
+        parts: In the hierarchical topology, elements and bytes of each chunk that this rank sends.
+        shards: Likewise, the elements that the rank at each place of a node sends.
+        sent: Bytes of each bucket's messages to all servers.
+        to_peers: Bytes to each server.
         peers: Ranks that exchange a shard.
-        own_numel: Elements of the chunk whose server this rank is.
-        own: The first and the last byte of this server's message where all are gathered.
-        stride: Bytes of the longest message, and so from one to the next there.
-        total: Bytes of all of these.
-        shards: In the hierarchical topology, the elements that the rank at each place of a node sends.
+        own_numel: Elements of the chunk of the first bucket whose server this rank is.
+        received: Bytes of all peers' messages for the own chunk of each bucket.
+        own: The first and the last byte of this server's message of each bucket where all servers' are gathered.
+        strides: Bytes of the longest message of each bucket, and so from one to the next.
+        whole: Bytes of each bucket's messages of all servers.
+        orders: Of several buckets the order of rows of 16 bytes in which messages lie server by server, those received
+            lie bucket by bucket, and those gathered. None of one bucket.
     """
 
-    is_flat: bool
     parts: list[tuple[int, int]]
-    nbytes: int
+    shards: list[int]
+    sent: list[int]
     to_peers: list[int]
-    from_peers: list[int]
     peers: int
     own_numel: int
-    own: tuple[int, int]
-    stride: int
-    total: int
-    shards: list[int]
+    received: list[int]
+    own: list[tuple[int, int]]
+    strides: list[int]
+    whole: list[int]
+    orders: tuple[Tensor, Tensor, Tensor] | None
 
 
-def _make_plan(numel: int, form: Any, place: Topology) -> _Plan:
-    nbytes = form.chunk_nbytes(numel, place.world_size)
-    to_peers, (start, stop) = [nbytes[chunk] for chunk in place.sent_chunks], place.own_range(numel)
-    ranges, stride = [place.shard_range(numel, at) for at in range(place.node_size)], nbytes[0]
-    first, own = place.own_chunk * stride, nbytes[place.own_chunk]
+def _make_plan(numels: tuple[int, ...], form: Any, place: Topology, device: torch.device) -> _Plan:
+    chunks = [form.chunk_nbytes(numel, place.world_size) for numel in numels]
+    sent = [[nbytes[chunk] for chunk in place.sent_chunks] for nbytes in chunks]
+    own, strides = [nbytes[place.own_chunk] for nbytes in chunks], [nbytes[0] for nbytes in chunks]
+    firsts = accumulate(strides, initial=place.own_chunk * sum(strides))
+    gathered = [sent, [own] * place.nodes, [strides] * place.world_size]
+    (start, stop), at = place.own_range(numels[0]), range(place.node_size)
     return _Plan(
-        is_flat=place.node_size == 1,
-        parts=[(count, form.nbytes(count)) for count in place.sent_numels(numel) if count],
-        nbytes=sum(to_peers),
-        to_peers=to_peers,
-        from_peers=[own] * place.nodes,
+        parts=[(count, form.nbytes(count)) for count in place.sent_numels(numels[0]) if count],
+        shards=[last - first for first, last in (place.shard_range(numels[0], each) for each in at)],
+        sent=[sum(nbytes) for nbytes in sent],
+        to_peers=[sum(nbytes) for nbytes in zip(*sent, strict=True)],
         peers=place.nodes,
         own_numel=stop - start,
-        own=(first, first + own),
-        stride=stride,
-        total=stride * place.world_size,
-        shards=[last - first for first, last in ranges],
+        received=[nbytes * place.nodes for nbytes in own],
+        own=[(first, first + nbytes) for first, nbytes in zip(firsts, own, strict=False)],
+        strides=strides,
+        whole=[stride * place.world_size for stride in strides],
+        orders=None if len(numels) == 1 else tuple(_by_column(sizes).to(device) for sizes in gathered),  # type: ignore[arg-type]
     )
 
 
-_plan: Callable[[int, Any, Topology], _Plan] = cache(_make_plan)
+def _by_column(sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Return the order of rows of 16 bytes in which messages of these bytes, which lie by line, lie by column."""
+    lines, columns = len(sizes), len(sizes[0])
+    counts = [size // MESSAGE_ALIGNMENT for line in sizes for size in line]
+    rows = torch.split(torch.arange(sum(counts), device="cpu"), counts)
+    return torch.cat([rows[line * columns + column] for column in range(columns) for line in range(lines)])
+
+
+def _in_order(messages: Tensor, plan: _Plan, number: int) -> Tensor:
+    if plan.orders is None:
+        return messages
+    return messages.view(-1, MESSAGE_ALIGNMENT).index_select(0, plan.orders[number]).view(-1)
+
+
+_plan: Callable[[tuple[int, ...], Any, Topology, torch.device], _Plan] = cache(_make_plan)
+
+
+def in_runs(
+    buckets: Iterable[_Bucket], numel: Callable[[_Bucket], int], ranks: Communicator
+) -> Iterator[list[_Bucket]]:
+    """Divide buckets, in their order, into runs that are sent together: small ones in a flat topology, others alone."""
+    run, total = list[_Bucket](), 0
+    for bucket in buckets:
+        total += numel(bucket)
+        if run and (total > TOGETHER or ranks.levels is not None):
+            yield run
+            run, total = [], numel(bucket)
+        run.append(bucket)
+    if run:
+        yield run
 
 
 def all_reduce(
-    z: Combination,
-    feedback: ErrorFeedback,
+    zs: Sequence[Combination],
+    feedback: Sequence[ErrorFeedback],
     form: MessageFormat[AnyAverage],
     ranks: Communicator,
-    new: ErrorFeedback | None = None,
-) -> Task[AnyAverage]:
-    """Average one bucket over the ranks by compressed messages. All ranks call, for the same buckets in one order.
+    new: Sequence[ErrorFeedback] | None = None,
+) -> Task[list[AnyAverage]]:
+    """Average a run of buckets by compressed messages. All ranks call, for the same buckets in one order.
 
-    What ``z`` reads is used up where the task first waits; in the hierarchical topology where it waits for the second
+    What ``zs`` read is used up where the task first waits; in the hierarchical topology where it waits for the second
     time.
 
     Args:
-        z: What this rank wants to send.
-        feedback: The errors of this bucket.
+        zs: What this rank wants to send of each bucket; of one in the hierarchical topology.
+        feedback: The errors of each bucket.
         form: The form of the messages.
         ranks: The ranks.
         new: Where the new errors are written; None to overwrite the old ones.
 
     Returns:
-        The compressed mean, still as messages: the same bits on all ranks. A single rank gets what it wanted to send,
+        The compressed means, still as messages: the same bits on all ranks. A single rank gets what it wanted to send,
         plus the errors of a run on more ranks, which become zero.
     """
-    numel, new = z.numel, new or feedback
+    new = new or feedback
     if ranks.world_size == 1:
-        alone: AnyAverage = _with_old_errors(z, feedback)
+        alone: list[AnyAverage] = [_with_old_errors(z, errors) for z, errors in zip(zs, feedback, strict=True)]
         return alone
-    plan = _plan(numel, form, ranks.topology)
-    messages = torch.empty(plan.nbytes, dtype=torch.uint8, device=z.device)
-    if plan.is_flat:
-        form.compress_settled_(z, feedback.worker[0], new.worker[0], messages, ranks.world_size)
+    numels, device = tuple([z.numel for z in zs]), zs[0].device
+    plan = _plan(numels, form, ranks.topology, device)
+    messages, use = torch.empty(sum(plan.to_peers), dtype=torch.uint8, device=device), kernels.on(device)
+    if ranks.levels is None:
+        for z, old, fresh, out in zip(zs, feedback, new, torch.split(messages, plan.sent), strict=True):
+            use.compress_(form, z, old.worker[0], out, ranks.world_size, fresh.worker[0])
+        del out
     else:
-        yield from _compress_shard(z, feedback.worker, new.worker, messages, form, ranks, plan)
-    del z
-    received = yield from _received(messages, ranks, plan)
+        yield from _compress_shard(zs[0], feedback[0].worker, new[0].worker, messages, form, ranks, plan)
+    del zs
+    received = yield from _received(_in_order(messages, plan, 0), ranks, plan)
     del messages  # a bucket on its way holds one phase's messages
-    together, own = _own_message(plan, received.device)
-    form.average_compress_(received, feedback.server, new.server, own, plan.peers)
-    del received, own
+    together, received = _room(plan, device), _in_order(received, plan, 1)
+    parts = torch.split(received, plan.received)
+    for (start, stop), part, old, fresh in zip(plan.own, parts, feedback, new, strict=True):
+        use.average_compress_(form, part, old.server, fresh.server, together[start:stop], plan.peers)
+    del received, parts, part
     yield from all_gather(together, ranks, last=None)
-    return form.average(numel, together, ranks.world_size, plan.stride)
+    rows = zip(numels, torch.split(_in_order(together, plan, 2), plan.whole), plan.strides, strict=True)
+    return [form.average(numel, part, ranks.world_size, stride) for numel, part, stride in rows]
 
 
 def _with_old_errors(z: Combination, feedback: ErrorFeedback) -> Any:
@@ -257,10 +310,10 @@ def reduce_scatter(
     Returns:
         [n_own] float32. It is not finite if a value of any rank is not.
     """
-    plan = _plan(z.numel, form, ranks.topology)
-    messages = torch.empty(plan.nbytes, dtype=torch.uint8, device=z.device)
-    if plan.is_flat:
-        form.compress_settled_(z, old[0], new[0], messages, ranks.world_size)
+    plan = _plan((z.numel,), form, ranks.topology, z.device)
+    messages = torch.empty(sum(plan.to_peers), dtype=torch.uint8, device=z.device)
+    if ranks.levels is None:
+        form.compress_(z, old[0], messages, ranks.world_size, new[0])
     else:
         yield from _compress_shard(z, old, new, messages, form, ranks, plan)
     del z
@@ -274,14 +327,18 @@ def own_message(
     numel: int, form: MessageFormat[Any], ranks: Communicator, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return memory for what :func:`gather_messages` gathers, uint8, and the place of this server's message in it."""
-    return _own_message(_plan(numel, form, ranks.topology), device)
+    plan = _plan((numel,), form, ranks.topology, device)
+    together, ((start, stop),) = _room(plan, device), plan.own
+    return together, together[start:stop]
 
 
-def _own_message(plan: _Plan, device: torch.device) -> tuple[Tensor, Tensor]:
-    together, (first, stop) = torch.empty(plan.total, dtype=torch.uint8, device=device), plan.own
-    if stop - first < plan.stride:
-        together[stop : first + plan.stride].zero_()
-    return together, together[first:stop]
+def _room(plan: _Plan, device: torch.device) -> Tensor:
+    """Return memory for the messages of all servers, with zeros behind those of this server that are shorter."""
+    together = torch.empty(sum(plan.whole), dtype=torch.uint8, device=device)
+    for (start, stop), stride in zip(plan.own, plan.strides, strict=True):
+        if stop - start < stride:
+            together[stop : start + stride].zero_()
+    return together
 
 
 def gather_messages(
@@ -292,7 +349,8 @@ def gather_messages(
     ``together`` is that of :func:`own_message`, with this server's message written.
     """
     yield from all_gather(together, ranks, last=None)
-    return form.average(numel, together, ranks.world_size, _plan(numel, form, ranks.topology).stride)
+    plan = _plan((numel,), form, ranks.topology, together.device)
+    return form.average(numel, together, ranks.world_size, plan.strides[0])
 
 
 def _compress_shard(
@@ -313,16 +371,16 @@ def _compress_shard(
     means = torch.split(mean, [numel for numel, _ in plan.parts])
     outs = torch.split(messages, [nbytes for _, nbytes in plan.parts])
     for part, before, after, out in zip(means, old, new, outs, strict=True):
-        form.compress_settled_(Combination.of(part), before, after, out, 1)
+        form.compress_(Combination.of(part), before, out, 1, after)
 
 
 def _received(messages: Tensor, ranks: Communicator, plan: _Plan) -> Task[Tensor]:
     """Send each server its message, and return those of all peers for this server's chunk, in rank order."""
     if plan.peers == 1:
         return messages
-    received = messages.new_empty(sum(plan.from_peers))
-    peers = ranks if ranks.levels is None else ranks.levels.peers
-    handle = peers.all_to_all(received, messages, output_splits=plan.from_peers, input_splits=plan.to_peers)
+    received = messages.new_empty(sum(plan.received))
+    peers, each = ranks if ranks.levels is None else ranks.levels.peers, [received.numel() // plan.peers] * plan.peers
+    handle = peers.all_to_all(received, messages, output_splits=each, input_splits=plan.to_peers)
     yield None
     handle.wait()
     return received

@@ -44,6 +44,7 @@ from hf_compressopt.collectives.exchange import (
     ErrorFeedback,
     Task,
     gather_messages,
+    in_runs,
     own_message,
     reduce_scatter,
     run_tasks,
@@ -125,14 +126,13 @@ class UnitErrors:
         """Average the gradients of the unit over the replicas, and return what is not finite."""
         faults: list[Tensor] = []
 
-        def average(bucket: IntegerBucket) -> Task[None]:
-            not_finite, _ = yield from bucket.average(bucket.segments({grads: grads}))
+        def average(run: list[IntegerBucket]) -> Task[None]:
+            not_finite, _ = yield from IntegerBucket.average(run, {grads: grads})
             faults.append(not_finite)
 
-        run_tasks(
-            average(IntegerBucket(bucket, [grads], communicator, 0, old, bits, loss_scale, new))
-            for bucket, old, new in self._buckets()
-        )
+        rows = self._buckets()
+        buckets = (IntegerBucket(b, [grads], communicator, 0, old, bits, loss_scale, new) for b, old, new in rows)
+        run_tasks(map(average, in_runs(buckets, lambda bucket: bucket.bucket.numel, communicator)))
         return faults
 
     def scatter(

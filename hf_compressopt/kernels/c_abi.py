@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_compressopt.kernels.errors import CompactErrors, Errors
+from hf_compressopt.kernels.errors import ERROR_CODE, Errors
 from hf_compressopt.kernels.memory import address_of, in_memory, is_direct
-from hf_compressopt.kernels.messages import Code
+from hf_compressopt.kernels.messages import Code, IntegerCode, SignCode
 from hf_compressopt.kernels.operands import Average, Combination, Descent, IntegerAverage, LambOptions, Segment
 from hf_compressopt.kernels.variance import Variance
 
@@ -173,7 +173,7 @@ class Operands:
                 f"{name} must be of {self.numel} elements in {world_size} chunk(s), got {error.count} in "
                 f"{error.world_size}"
             )
-        nbytes = CompactErrors.nbytes(self.numel, world_size)
+        nbytes = bytes_of(ERROR_CODE, self.numel, world_size)
         return byref(ErrorsRecord(None, address(name, error.messages, self.device, torch.uint8, nbytes)))
 
     def variance(self, variance: Variance, tensors: int) -> Any:
@@ -212,7 +212,8 @@ class Operands:
             return AverageRecord(None, self.floats("values", y.values, written=False), y.numel, 0, 0, 1)
         if y.messages is None:
             raise ValueError("an average needs messages or values")
-        needed = _bytes_of_average(y.code, y.numel, y.world_size, y.stride)
+        block, bits = (y.scale_block, 0) if isinstance(y, Average) else (None, y.bits)
+        needed = _bytes_of_average(block, bits, y.numel, y.world_size, y.stride)
         if y.messages.numel() < needed:
             raise ValueError(f"messages must have {needed} bytes or more, got {y.messages.numel()}")
         messages = self.read("messages", y.messages, torch.uint8)
@@ -238,8 +239,15 @@ def _descent(*numbers: float) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _bytes_of_average(code: Code, numel: int, world_size: int, stride: int) -> int:
-    """Return the bytes that the messages of an average take, a stride apart."""
+def bytes_of(code: Code, numel: int, world_size: int = 1) -> int:
+    """Return the bytes of the messages of all chunks of a bucket."""
+    return code.sizes(numel, world_size)[1]
+
+
+@lru_cache(maxsize=4096)
+def _bytes_of_average(scale_block: int | None, bits: int, numel: int, world_size: int, stride: int) -> int:
+    """Return the bytes that the messages of an average take, a stride apart. bits: 0 for signs."""
+    code = IntegerCode(bits) if bits else SignCode(scale_block)
     sizes, _ = code.sizes(numel, world_size)
     if max(sizes) > stride and world_size > 1:
         raise ValueError(f"stride must be at least {max(sizes)}, the length of a message, got {stride}")

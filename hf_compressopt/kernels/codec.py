@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from hf_compressopt.flat import chunk_numel
 from hf_compressopt.kernels import library, native, reference, selfcheck
-from hf_compressopt.kernels.errors import Errors, tensor_of
+from hf_compressopt.kernels.errors import Errors
 from hf_compressopt.kernels.messages import Code, IntegerCode, SignCode
 from hf_compressopt.kernels.operands import AnyAverage, Average, Combination, Commit, IntegerAverage, Segment
 
@@ -27,7 +28,16 @@ def on(where: torch.device | Tensor) -> Any:
         if type(where) is not Tensor or torch.compiler.is_compiling():
             return reference
         where = where.device
-    return selfcheck.kernels(where) if library.available(where) else reference
+    key = where, os.environ.get(library.VARIABLE)
+    found = _known.get(key)
+    if found is None:
+        found = selfcheck.kernels(where) if library.available(where) else reference
+        if found is not reference and where in selfcheck.checked:
+            _known[key] = found
+    return found
+
+
+_known: dict[tuple[torch.device, str | None], Any] = {}  # devices with native kernels, by the choice of the environment
 
 
 def implementation(device: torch.device) -> str:
@@ -41,19 +51,18 @@ def implementation(device: torch.device) -> str:
 class MessageFormat(Code, Generic[AnyAverage]):
     """A message format with error feedback: its code, and its kernels.
 
-    No worker error is written before :meth:`commit_`, unless new errors are asked for, so that a step can be dropped
-    that turns out not finite. :mod:`hf_compressopt.kernels.reference` has the contracts in full.
+    New errors may be written beside the old ones, so that a step can be dropped that turns out not finite.
+    :mod:`hf_compressopt.kernels.reference` has the contracts in full.
     """
 
-    def compress_(self, z: Combination, error: Errors, messages: Tensor, world_size: int) -> None:
-        """Compress a bucket: u = z + error; messages <- Q(u). The error is only read."""
-        on(tensor_of(error)).compress_(self, z, error, messages, world_size)
-
-    def compress_settled_(
-        self, z: Combination, error: Errors, new_error: Errors, messages: Tensor, world_size: int
+    def compress_(
+        self, z: Combination, error: Errors, messages: Tensor, world_size: int, new_error: Errors | None = None
     ) -> None:
-        """Compress as :meth:`compress_`, and new_error <- u - Q(u); it may be ``error`` itself."""
-        on(tensor_of(error)).compress_(self, z, error, messages, world_size, new_error)
+        """Compress a bucket: u = z + error; messages <- Q(u); new_error <- u - Q(u), if it is given.
+
+        ``new_error`` may be ``error`` itself.
+        """
+        on(messages).compress_(self, z, error, messages, world_size, new_error)
 
     def average_compress_(
         self, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
@@ -62,7 +71,7 @@ class MessageFormat(Code, Generic[AnyAverage]):
 
         ``new_error`` may be ``error`` itself.
         """
-        on(tensor_of(error)).average_compress_(self, messages, error, new_error, out, world_size)
+        on(messages).average_compress_(self, messages, error, new_error, out, world_size)
 
     @abstractmethod
     def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> AnyAverage:
@@ -81,19 +90,11 @@ class MessageFormat(Code, Generic[AnyAverage]):
 
     def commit_(self, commit: Commit[AnyAverage]) -> None:
         """Finish a step: error <- z + error - the values of ``own``; outputs <- y * output_scale."""
-        on(tensor_of(commit.error)).commit_(self, commit)
+        on(commit.own).commit_(self, commit)
 
 
 class SignFormat(SignCode, MessageFormat[Average]):
     """Signs, and a scale per block. See :class:`~hf_compressopt.kernels.messages.SignCode`."""
-
-    def compress_with_feedback_(self, z: Combination, error: Errors, messages: Tensor, world_size: int) -> None:
-        """Compress a bucket, and write the error in the same pass."""
-        self.compress_settled_(z, error, error, messages, world_size)
-
-    def average_with_feedback_(self, messages: Tensor, error: Errors, out: Tensor, world_size: int) -> None:
-        """Average a chunk on its server, and write the error in the same pass."""
-        self.average_compress_(messages, error, error, out, world_size)
 
     def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> Average:
         """See :meth:`MessageFormat.average`."""
@@ -138,15 +139,16 @@ def all_finite(y: Average) -> Tensor:
     return _largest_scale(y).isfinite()
 
 
-def any_nan(y: IntegerAverage) -> Tensor:
-    """Return whether a block of an average is not finite, from its scales alone, 2 bytes per block of 128 elements.
+def any_nan(*averages: IntegerAverage) -> Tensor:
+    """Return whether a block of some averages is not finite, from their scales, 2 bytes per block of 128 elements.
 
     Returns:
         [] bool, on the device of the messages.
     """
-    if on(y.messages) is native and library.has("co_any_nan", y.messages.device):
-        return native.any_nan(y)
-    return _largest_scale(y).isnan()
+    where = averages[0].messages
+    if on(where) is native and library.has("co_any_nan", where.device):
+        return native.any_nan(*averages)
+    return torch.stack([_largest_scale(y) for y in averages]).isnan().any()
 
 
 def _largest_scale(y: Average | IntegerAverage) -> Tensor:

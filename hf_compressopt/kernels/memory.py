@@ -7,7 +7,8 @@ of torch.func or of a tensor subclass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from functools import wraps
 
 import torch
@@ -78,6 +79,14 @@ def address_of(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # tensors inside torch.func.vmap and torch.func.grad
         return 0
+
+
+def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return numbers as a tensor on a device, [n]. The host does not wait for the device, as torch.tensor does."""
+    if not numbers:
+        return torch.empty(0, dtype=dtype, device=device)
+    here = torch.frombuffer(array("d", numbers), dtype=torch.float64).to(dtype)
+    return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
 
 
 def why_not_dense(tensor: Tensor) -> str | None:

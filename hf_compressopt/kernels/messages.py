@@ -375,6 +375,10 @@ class IntegerCode(Code):
         return (low & 0xF) | (high << 4)
 
 
+#: The code of a message.
+AnyCode = SignCode | IntegerCode
+
+
 def _dequantize(scales: Tensor, integers: Tensor) -> Tensor:
     """Multiply the integers of a chunk by their scales. scales: [blocks]; integers: [n] int8. Returns [n] float32."""
     return integers.float().mul_(scales.float().repeat_interleave(INTEGER_BLOCK)[: integers.numel()])

@@ -8,15 +8,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels.c_abi import DTYPES, Operands, address, mark_written
-from hf_compressopt.kernels.errors import Errors, keep_errors_, like_errors, tensor_of, values_of_errors
+from hf_compressopt.kernels.c_abi import DTYPES, Operands, address, bytes_of, mark_written
+from hf_compressopt.kernels.errors import Errors, keep_errors_, like_errors, values_of_errors
 from hf_compressopt.kernels.library import call, has
 from hf_compressopt.kernels.memory import dense_values
-from hf_compressopt.kernels.messages import Code, IntegerCode, SignCode
+from hf_compressopt.kernels.messages import AnyCode, IntegerCode
 from hf_compressopt.kernels.operands import (
     AdamUpdate,
     Average,
@@ -33,51 +34,61 @@ from hf_compressopt.kernels.variance import Variance
 
 
 def compress_(
-    code: Code, z: Combination, error: Errors, messages: Tensor, world_size: int, new_error: Errors | None = None
+    code: AnyCode,
+    z: Combination,
+    error: Errors,
+    messages: Tensor,
+    world_size: int,
+    new_error: Errors | None = None,
 ) -> None:
     """See the reference."""
-    use = Operands(error.device, z.numel)
-    written = address("messages", messages, use.device, torch.uint8, code.sizes(z.numel, world_size)[1])
+    use = Operands(_tensor(error).device, z.numel)
+    written = address("messages", messages, use.device, torch.uint8, bytes_of(code, z.numel, world_size))
     values = use.combination(z)
     if isinstance(code, IntegerCode):
         old = use.errors("error", error, world_size, written=False)
         new = None if new_error is None else use.errors("new_error", new_error, world_size)
         call("co_compress_integers", use.device, values, old, new, written, z.numel, code.bits, world_size)
+    elif new_error is None and has("co_compress_only", use.device):
+        old = use.errors("error", error, world_size, written=False)
+        call("co_compress_only", use.device, values, old, written, z.numel, code.scale_block or 0, world_size)
     else:
-        assert isinstance(code, SignCode)
-        name = "co_compress"
-        if new_error is None and has("co_compress_only", use.device):
-            name, errors = "co_compress_only", use.errors("error", error, world_size, written=False)
-        else:  # this kernel writes errors in place; where nobody wants them, it writes to a copy
-            place = like_errors(error) if new_error is None else new_error
-            errors = use.errors("error", place, world_size)
-            if tensor_of(place) is not tensor_of(error):
-                use.errors("error", error, world_size, written=False)
-                tensor_of(place).copy_(tensor_of(error))
-        call(name, use.device, values, errors, written, z.numel, code.scale_block or 0, world_size)
-    mark_written([messages] if new_error is None else [messages, tensor_of(new_error)])
+        new = _updated(use, error, like_errors(error) if new_error is None else new_error, world_size)
+        call("co_compress", use.device, values, new, written, z.numel, code.scale_block or 0, world_size)
+    mark_written([messages] if new_error is None else [messages, _tensor(new_error)])
 
 
 def average_compress_(
-    code: Code, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
+    code: AnyCode, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
 ) -> None:
     """See the reference."""
-    numel = error.numel()
-    use, nbytes = Operands(error.device, numel), code.nbytes(numel)
+    numel = error.numel() if isinstance(error, Tensor) else error.count
+    use, nbytes = Operands(_tensor(error).device, numel), bytes_of(code, numel)
     received = use.read("messages", messages, torch.uint8, world_size * nbytes)
     sent = address("out", out, use.device, torch.uint8, nbytes)
-    old, new = use.errors("error", error, 1, written=False), use.errors("new_error", new_error, 1)
     if isinstance(code, IntegerCode):
+        old, new = use.errors("error", error, 1, written=False), use.errors("new_error", new_error, 1)
         call("co_average_integers", use.device, received, old, new, sent, numel, code.bits, world_size)
     else:
-        assert isinstance(code, SignCode)
-        if tensor_of(new_error) is not tensor_of(error):
-            tensor_of(new_error).copy_(tensor_of(error))
+        new = _updated(use, error, new_error, 1)
         call("co_average_compress", use.device, received, new, sent, numel, code.scale_block or 0, world_size)
-    mark_written([tensor_of(new_error), out])
+    mark_written([_tensor(new_error), out])
 
 
-def commit_(code: Code, commit: Commit[Average] | Commit[IntegerAverage]) -> None:
+def _updated(use: Operands, error: Errors, new_error: Errors, world_size: int) -> Any:
+    """Return the errors that kernels of signs update in place: the new ones, which begin as the old ones."""
+    new = use.errors("new_error", new_error, world_size)
+    if _tensor(new_error) is not _tensor(error):
+        use.errors("error", error, world_size, written=False)
+        _tensor(new_error).copy_(_tensor(error))
+    return new
+
+
+def _tensor(error: Errors) -> Tensor:
+    return error if isinstance(error, Tensor) else error.messages
+
+
+def commit_(code: AnyCode, commit: Commit[Average] | Commit[IntegerAverage]) -> None:
     """See the reference."""
     z, y, error, outputs = commit.z, commit.y, commit.error, commit.outputs
     if z.numel != y.numel:
@@ -101,7 +112,7 @@ def commit_(code: Code, commit: Commit[Average] | Commit[IntegerAverage]) -> Non
         stride = code.sizes(y.numel, y.world_size)[0][0]  # of all chunks but the last that has elements
         decompress_(Average(y.numel, None, commit.own, y.world_size, y.scale_block, stride), sent)
         keep_errors_(error, u.sub_(sent))
-    mark_written([tensor_of(error)], outputs)
+    mark_written([_tensor(error)], outputs)
 
 
 def mean_(code: IntegerCode, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:
@@ -128,11 +139,13 @@ def decompress_(y: Average | IntegerAverage, out: Tensor) -> None:
     mark_written([out])
 
 
-def any_nan(y: IntegerAverage) -> Tensor:
-    """Return whether a block of an average is not finite, [] bool, from its scales alone. Where there is co_any_nan."""
-    use, found = Operands(y.messages.device, y.numel), torch.empty((), dtype=torch.bool, device=y.messages.device)
-    call("co_any_nan", use.device, use.average(y), found.data_ptr())
-    return found
+def any_nan(*averages: IntegerAverage) -> Tensor:
+    """Return whether a block of some averages is not finite, [] bool, from its scales. Where there is co_any_nan."""
+    device = averages[0].messages.device
+    found = torch.empty(len(averages), dtype=torch.bool, device=device)
+    for number, y in enumerate(averages):
+        call("co_any_nan", device, Operands(device, y.numel).average(y), found.data_ptr() + number)
+    return found.any() if len(averages) > 1 else found[0]
 
 
 def combine_(z: Combination, out: Tensor) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels.errors import Errors, keep_errors_, values_of_errors
-from hf_compressopt.kernels.messages import Code, IntegerCode
+from hf_compressopt.kernels.messages import AnyCode, IntegerCode
 from hf_compressopt.kernels.operands import (
     AdamUpdate,
     Average,
@@ -43,7 +43,7 @@ _LONG_RUN, _DEVICE_RUN = 1 << 16, 1 << 23  # elements that become float64 at onc
 
 
 def compress_(
-    code: Code, z: Combination, error: Errors, messages: Tensor, world_size: int, new_error: Errors | None = None
+    code: AnyCode, z: Combination, error: Errors, messages: Tensor, world_size: int, new_error: Errors | None = None
 ) -> None:
     """Compress z, n values: u = z + error; messages <- Q(u); new_error <- u - Q(u), if it is given.
 
@@ -58,7 +58,7 @@ def compress_(
 
 
 def average_compress_(
-    code: Code, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
+    code: AnyCode, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
 ) -> None:
     """Average a chunk on its server: a = mean of the messages' values + error; out <- Q(a); new_error <- a - Q(a).
 
@@ -73,7 +73,7 @@ def average_compress_(
     keep_errors_(new_error, mean - code.encode_(mean, out, code.common_scale(mean)))
 
 
-def commit_(code: Code, commit: Commit[Average] | Commit[IntegerAverage]) -> None:
+def commit_(code: AnyCode, commit: Commit[Average] | Commit[IntegerAverage]) -> None:
     """Finish a step that is finite: error <- z + error - the values of ``own``; outputs <- y * output_scale."""
     y = commit.y
     error = values_of(commit.z) + values_of_errors(commit.error)

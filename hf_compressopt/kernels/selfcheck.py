@@ -37,7 +37,7 @@ SUMS = 1e-6  # what sums over many elements may differ by
 _CPU = torch.device("cpu")
 _RANKS = 6  # more than a group of messages that are summed by themselves
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_failed: dict[torch.device, frozenset[str]] = {}
+checked: dict[torch.device, frozenset[str]] = {}  # the families that differ
 _mixed: dict[frozenset[str], SimpleNamespace] = {}
 
 
@@ -230,11 +230,11 @@ def failures(device: torch.device) -> frozenset[str]:
     Raises:
         RuntimeError: If one does, and ``HF_COMPRESSOPT_KERNELS`` is "native".
     """
-    found = _failed.get(device)
+    found = checked.get(device)
     if found is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return frozenset()  # a graph can hold no check; the next call makes it
-        found = _failed[device] = _first_use(device)
+        found = checked[device] = _first_use(device)
     return found
 
 

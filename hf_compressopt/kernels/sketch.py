@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels import library, reference, selfcheck
+from hf_compressopt.kernels import library, native, reference, selfcheck
 from hf_compressopt.kernels.c_abi import Operands, address, mark_written
+from hf_compressopt.kernels.codec import on
 from hf_compressopt.kernels.operands import Segment
 
 #: Numbers of a sketch, and elements of a run.
@@ -58,7 +59,8 @@ def sketch_(segments: Sequence[Segment], offset: int, seed: int, y: Tensor, squa
     """
     if offset < 0:
         raise ValueError(f"offset must be >= 0, got {offset}")
-    sketch = native_sketch_ if selfcheck.trusted("sketch", y.device) else reference_sketch_
+    is_native = on(y.device) is native or selfcheck.trusted("sketch", y.device)
+    sketch = native_sketch_ if is_native else reference_sketch_
     sketch(segments, offset, seed % 2**64, y, squares)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator
 from hf_compressopt.kernels import Segment, sum_of_squares
-from hf_compressopt.kernels.memory import holds_values, in_memory
+from hf_compressopt.kernels.memory import holds_values, in_memory, numbers_on
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 from hf_compressopt.optim.group import GroupState, by_communicator, has_own_groups
 from hf_compressopt.optim.math import bit_sum
@@ -53,7 +53,7 @@ class GradientNoise:
         """Take up a measurement of (1), alike on all ranks; NaN and infinity are none."""
         if math.isfinite(common):
             state = self._tensors.setdefault(NOISE, torch.zeros(2, dtype=torch.float64, device="cpu"))
-            state.mul_(MEMORY).add_(torch.tensor([common, 1.0], dtype=torch.float64, device="cpu"), alpha=1 - MEMORY)
+            state.mul_(MEMORY).add_(numbers_on(state.device, [common, 1.0], torch.float64), alpha=1 - MEMORY)
 
     @property
     def common(self) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, ClassVar, overload
 
 import torch
@@ -18,7 +18,7 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.backward import take_over
 from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.ddp import average_group
-from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce, run_tasks
+from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce, in_runs, run_tasks
 from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
 from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
@@ -369,29 +369,27 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Take the compressed step of some param groups: several buckets are on their way at the same time."""
         self._begin_buckets(plan, states)
         for _, together in by_communicator(states):
-            run_tasks(
-                self._step_of_bucket(plan, state, bucket, feedback, gradients[state.number] if gradients else [])
-                for state in together
-                for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True)
-            )
+            rows = chain.from_iterable(zip(repeat(s), s.layout.buckets, s.feedback, strict=False) for s in together)
+            runs = in_runs(rows, lambda row: row[1].numel, together[0].communicator)
+            run_tasks(self._step_of_buckets(plan, run, gradients) for run in runs)
         for state in states:
             state.end_compressed_step()
 
-    def _step_of_bucket(
-        self,
-        plan: StepPlan,
-        state: GroupState,
-        bucket: Bucket,
-        feedback: ErrorFeedback,
-        grads: Sequence[Tensor | None],
+    def _step_of_buckets(
+        self, plan: StepPlan, run: Sequence[tuple[GroupState, Bucket, ErrorFeedback]], gradients: Grads | None
     ) -> Task[None]:
-        """Take the compressed step of one bucket: make its message, exchange it, update the parameters."""
-        early = self.early_messages
-        average = early.take(state, bucket, feedback) if early.enabled else None
-        if average is None:  # the message was not sent during backward
-            message = self._prepare(plan, state, bucket, grads)
-            average = yield from all_reduce(message, feedback, state.form, state.communicator)
-        self._apply(plan, state, bucket, state.masked(bucket, average))
+        """Take the compressed step of a run of buckets: make the messages, exchange them, update the parameters."""
+        early, (first, *_) = self.early_messages, run[0]
+        averages = [early.take(*row) if early.enabled else None for row in run]
+        rows = [row for row, average in zip(run, averages, strict=True) if average is None]
+        found: list[Average] = []
+        if rows:  # whose messages were not sent during backward
+            zs = [self._prepare(plan, state, b, gradients[state.number] if gradients else []) for state, b, _ in rows]
+            found = yield from all_reduce(zs, [feedback for _, _, feedback in rows], first.form, first.communicator)
+            del zs
+        fresh = iter(found)
+        for (state, bucket, _), average in zip(run, averages, strict=True):
+            self._apply(plan, state, bucket, state.masked(bucket, average or next(fresh)))
 
     def _end_warmup(self, plan: StepPlan) -> None:
         clipped = 1.0 if self.freed is None else self.freed.clipped
@@ -421,7 +419,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._consensus.end_step()
         if self.early_messages.enabled or LATE_CLIP in self._tensors:
             self.early_messages.end_step(taken=taken)
-        self.warmup_gradients.end_step(plan)
+        if plan.reduce_grads or self.warmup_gradients.in_use:
+            self.warmup_gradients.end_step(plan)
         self.traffic.end_step(local=not plan.agree)
         if taken:
             self._compare_bytes(plan)

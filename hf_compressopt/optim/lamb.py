@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.flat import Bucket, Span
+from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions, sum_of_squares
 from hf_compressopt.optim.agreement import Grads
 from hf_compressopt.optim.base import CompressedOptimizer, evaluate
@@ -348,7 +348,6 @@ class OnebitLamb(CompressedOptimizer):
         extra["last_factor"][rows], extra["lamb_coeff"][rows] = factor, coeff
         rates = torch.zeros_like(extra["lamb_coeff"])
         rates[rows] = coeff * state.options["lr"]
-        spans = (Span(i, 0, numel, layout.starts[i]) for i, numel in enumerate(layout.numels) if numel)
-        whole = Bucket(0, layout.numel, tuple(spans))
+        whole = layout.whole
         with state.parameter_segments(whole, moving) as params:
             kernels.on(state.device).lamb_apply_(state.exp_avg, state.variance(whole), params, rates, options)  # (6)

@@ -13,7 +13,7 @@ messages are awaited, too: the norm is measured while the last ones travel.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 from weakref import ref
@@ -118,15 +118,25 @@ class SignBucket(GradientBucket):
     def form(self) -> str:
         return f"signs, {self.state.form.scale_block} to a scale"
 
-    def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, Callable[[bool], None]]]:
-        messages, key = self.messages, (self.state.number, self.bucket.start)
-        grads: list[Tensor | None] = [None] * len(self.params)
-        for segment in segments:
-            grads[segment.index] = segment.tensor
-        z, new = messages.message(self.state, self.bucket, grads, segments), self.feedback.like()
-        messages.keep(key, None)
-        average = yield from all_reduce(z, self.feedback, self.state.form, self.communicator, new)
-        return ~all_finite(average), lambda finite: messages.keep(key, Early(average, new, finite))
+    @classmethod
+    def average(cls, run: Sequence[SignBucket], grads: Mapping[Tensor, Tensor | None]) -> Task[tuple[Tensor, Any]]:
+        messages, state, ranks = run[0].messages, run[0].state, run[0].communicator
+        zs, old, new = [], [bucket.feedback for bucket in run], [bucket.feedback.like() for bucket in run]
+        for bucket in run:
+            segments, mine = bucket.segments(grads), [grads.get(param) for param in bucket.params]
+            zs.append(messages.message(bucket.state, bucket.bucket, mine, segments))
+            messages.keep(bucket.key, None)
+        averages = yield from all_reduce(zs, old, state.form, ranks, new)
+
+        def finish(finite: bool) -> None:
+            for bucket, average, errors in zip(run, averages, new, strict=True):
+                messages.keep(bucket.key, Early(average, errors, finite))
+
+        return ~torch.stack(list(map(all_finite, averages))).all(), finish
+
+    @property
+    def key(self) -> Key:
+        return self.state.number, self.bucket.start
 
     def hand_over(self, finish: Callable[[], object]) -> None:
         self.messages.await_later(finish)

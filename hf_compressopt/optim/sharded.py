@@ -59,6 +59,7 @@ from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.flat import Bucket, chunk_numel
 from hf_compressopt.kernels import Average, Combination, Errors, IntegerFormat, Segment, all_finite, sum_of_squares
 from hf_compressopt.kernels.errors import like_errors, tensor_of
+from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 from hf_compressopt.kernels.variance import NO_TOP, encode_variance_, top_of_variance
 from hf_compressopt.optim.agreement import Grads, MeanNorm, StepGradients, find_fault
@@ -98,7 +99,7 @@ def _present(states: Sequence[GroupState], gradients: Grads, sent: FreedGradient
     for state in states:
         left = None if sent is None else sent.present(state)
         mine += map(float, [grad is not None for grad in gradients[state.number]] if left is None else left)
-    flags = torch.tensor(mine, dtype=torch.float32, device=communicator.device)
+    flags = numbers_on(communicator.device, mine)
     communicator.all_reduce(flags, op="max").wait()
     rest = iter(flags.tolist())
     return [[next(rest) > 0 for _ in state.params] for state in states]
@@ -124,7 +125,7 @@ def _step_of_bucket(
     together, message = own_message(bucket.numel, form, state.communicator, state.device)
     if mean.numel():
         update, error = Combination.of(_update(state, number, mean, present, fused=fused)), feedback.server
-        form.compress_settled_(update, error, error, message, 1)  # (3)
+        form.compress_(update, error, message, 1, error)  # (3)
     changes = yield from gather_messages(bucket.numel, together, form, state.communicator)
     decay = 1 - float(state.options["lr"]) * state.options["weight_decay"]
     with state.parameter_segments(bucket) as params:  # (4)
@@ -245,10 +246,9 @@ def _gather_momentum(state: GroupState, number: int, feedback: ErrorFeedback, st
     form, exp_avg = state.form, shards.exp_avg[number]
     together, message = own_message(bucket.numel, form, communicator, state.device)
     if exp_avg.numel():
-        form.compress_(Combination.of(exp_avg), torch.zeros_like(exp_avg), message, 1)
-        missed = torch.empty_like(exp_avg)
-        form.decompress_(form.average(exp_avg.numel(), message, 1, message.numel()), missed)
-        missed.neg_().add_(exp_avg).mul_(state.options["betas"][0])
+        missed = torch.zeros_like(exp_avg)
+        form.compress_(Combination.of(exp_avg), missed, message, 1, missed)
+        missed.mul_(state.options["betas"][0])
         for span in shards.spans[number]:
             if still[span.index]:
                 part_of(missed, span).zero_()
@@ -473,7 +473,7 @@ class FreedGradients:
                 self._add_to_sketch(index, state, bucket, segments)
             z, new = self._early.message(state, bucket, grads, segments), old.like()
             self._early.keep(row.key, None)
-            average = all_reduce(z, old, state.form, state.communicator, new)
+            average = all_reduce([z], [old], state.form, state.communicator, [new])
             self._sent.tasks.add(self._keep_average(row.key, average, new))
         for number in self._members[index]:
             self._parts_to_send[number] -= 1
@@ -493,8 +493,8 @@ class FreedGradients:
         values = yield from mean
         self._sent.means[key] = _SentMean(values, errors)
 
-    def _keep_average(self, key: Key, returned: Task[Average], errors: ErrorFeedback) -> Task[None]:
-        average = yield from returned
+    def _keep_average(self, key: Key, returned: Task[list[Average]], errors: ErrorFeedback) -> Task[None]:
+        (average,) = yield from returned
         self._sent.returned.append((key, average, errors))
 
     def end_pass(self) -> None:

@@ -297,7 +297,7 @@ class ZeroOneAdam(CompressedOptimizer):
         super().__init__(params, lr, **options)
         self._interval = LocalInterval(self._states, self.traffic)
         self._divisors: dict[int, Tensor] = {}  # of the step under way, by param group
-        self._since_sync: dict[int, tuple[float, float]] = {}  # likewise, at a sync
+        self._since_sync: dict[int, tuple[float, float]] | None = None  # the state's lr_sum and decay; None: not known
 
     # -- variance stage -----------------------------------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
     ) -> Combination:
         if plan.stage is Stage.LOCAL_STEP:
-            return Combination.of(state.extra["local_update"][bucket.start : bucket.stop])
+            return Combination(bucket.numel, state.device, state.extra["local_update"][bucket.start : bucket.stop])
         gradients = state.gradient_segments(bucket, grads)
         return Combination(bucket.numel, state.device, grads=gradients)
 
@@ -347,7 +347,7 @@ class ZeroOneAdam(CompressedOptimizer):
             if plan.stage is not Stage.LOCAL_STEP:
                 self._divisors[state.number] = _corrections(state, counted=False)
                 continue
-            lr_sum, decay = self._since_sync[state.number]
+            lr_sum, decay = self._numbers()[state.number]
             bound = (self.max_update or math.inf) * lr_sum
             self._descents[state.number] = replace(state.descent(), decay=decay, bound=bound)
 
@@ -362,7 +362,7 @@ class ZeroOneAdam(CompressedOptimizer):
             _descend(state, bucket, average, bounded, beta=1 - beta1, corrections=corrections)  # (1), (2), (3)
             return
         flat, decayed = slice(bucket.start, bucket.stop), self._descents[state.number]
-        lr_sum = self._since_sync[state.number][0]
+        lr_sum = self._numbers()[state.number][0]
         m, anchor, u = state.exp_avg[flat], state.extra["anchor"][flat], state.extra["local_update"][flat]
         with state.parameter_segments(bucket) as params:
             update = ParameterSync(average, m, anchor, state.variance(bucket), u, params, lr_sum, decayed)
@@ -390,6 +390,8 @@ class ZeroOneAdam(CompressedOptimizer):
             moments = state.exp_avg[flat], state.variance(bucket), state.extra["local_update"][flat]
             with state.parameter_segments(bucket) as params:
                 on.local_step_(LocalUpdate(*moments, gradients, params, beta1, how))
+        lr_sum, decay = self._numbers()[state.number]
+        self._numbers()[state.number] = lr_sum + how.lr, decay * how.decay
         state.extra["lr_sum"] += how.lr
         state.extra["decay"] *= how.decay
         state.steps += 1
@@ -399,19 +401,25 @@ class ZeroOneAdam(CompressedOptimizer):
         written = self._parameters_were_written(gradients)
         self._interval.average_frozen()
         if written:
+            self._since_sync = None
             return self._interval.sync_by_average()
         # a learning rate that was 0 throughout has moved nothing: there is nothing to send
-        moved = [state for state in states if self._since_sync[state.number][0] != 0]
+        moved = [state for state in states if self._numbers()[state.number][0] != 0]
         self._compressed_step(plan, moved, None)
         for state in moved:
             state.extra["lr_sum"].zero_()
             state.extra["decay"].fill_(1.0)
+            self._numbers()[state.number] = 0.0, 1.0
+
+    def _numbers(self) -> dict[int, tuple[float, float]]:
+        if self._since_sync is None:
+            self._since_sync = numbers_since_sync(self._states)
+        return self._since_sync
 
     def _parameters_were_written(self, gradients: Grads | None) -> bool:
         """Return whether someone has written parameters on any rank; compare what must be alike. All ranks call."""
         states = [state for state in self._states if state.compressed and state.own_rank is None]
-        self._since_sync = numbers_since_sync(self._states)
-        so_far = [self._since_sync[state.number] for state in states]
+        so_far = [self._numbers()[state.number] for state in states]
         frozen = [[not param.requires_grad for param in state.params] for state in states]
         digests = [digest_of((self._consensus.comparison.hyperparameters(), so_far, frozen))]
         # one in every message that is counted: a resumed run, which compares once more, sends the same bytes
@@ -469,6 +477,7 @@ class ZeroOneAdam(CompressedOptimizer):
         """
         if self.last_plan.stage is Stage.LOCAL_STEP:
             self._interval.expect_anything()
+            self._since_sync = None
             for state in self._states:
                 if state.compressed:
                     self._interval.start_anew(state)
@@ -476,6 +485,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _state_loaded(self) -> None:
         super()._state_loaded()
+        self._since_sync = None
         self._interval.expect_anything()
 
     def _before_load(self) -> None:

@@ -111,7 +111,7 @@ def send_gradients(
     z = Combination(buffer.numel(), buffer.device, grads=[Segment(buffer, 0, buffer.numel(), 0)], beta=1.0 / loss_scale)
     nbytes = form.nbytes(cut.part_numel)  # of a chunk: a part is one, since ALIGN is a multiple of 8
     messages = torch.empty(peers.world_size * nbytes, dtype=torch.uint8, device=buffer.device)
-    form.compress_settled_(z, errors.latest, errors.pending(), messages, peers.world_size)
+    form.compress_(z, errors.latest, messages, peers.world_size, errors.pending())
     del buffer, z
     received, splits = torch.empty_like(messages), [nbytes] * peers.world_size
     handle = peers.all_to_all(received, messages, output_splits=splits, input_splits=splits)

@@ -23,6 +23,7 @@ from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.base import evaluate
+from hf_compressopt.optim.math import in_float32
 from hf_compressopt.optim.state import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts
 from hf_compressopt.zero.config import (
@@ -201,7 +202,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         if self._states_are_away:
             self.reload_states()
         self.partition.follow()
-        if not math.isfinite(float(self.finish_gradients())):
+        if not math.isfinite(self._finish_gradients()):
             self.skip_step()
             return loss
         if self.clip_grad > 0:
@@ -266,6 +267,9 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
                 the optimizer was detached.
             ValueError: If the ranks differ in their parameters or options, on all ranks.
         """
+        return torch.full((), self._finish_gradients(), dtype=torch.float64, device=self.communicator.device)
+
+    def _finish_gradients(self) -> float:
         self.partition.reducer.require_attached()
         options = [self.optimizer_class.__name__, self.steps, self.clip_grad, repr(self.loss_scale)]
         self.partition.check_ranks_agree(options)
@@ -291,9 +295,10 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             given = {id(param) for param in parameters}
             if any(id(param) not in given for param in self.partition.tensors):
                 raise ValueError("parameters must hold all trainable parameters of the optimizer, some are missing")
-        norm = self.finish_gradients().sqrt().float()
+        square = self._finish_gradients()
+        norm = in_float32(math.sqrt(square)) if square >= 0 else math.nan
         self._averages.clip(norm, max_norm)
-        return norm
+        return torch.full((), norm, dtype=torch.float32, device=self.communicator.device)
 
     def unscale_(self, inverse_scale: float) -> bool:
         """Take a gradient scaler's factor out of the averages. All ranks call.
@@ -301,9 +306,9 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         Returns:
             True if an element of the averages is not finite; the same on all ranks.
         """
-        square = self.finish_gradients()
+        square = self._finish_gradients()
         self._averages.unscale(inverse_scale)
-        return not math.isfinite(float(square))
+        return not math.isfinite(square)
 
     # -- single parameters --------------------------------------------------------------------------------------------
     #

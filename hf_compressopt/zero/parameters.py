@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_compressopt.collectives import exchange
 from hf_compressopt.collectives.communicator import Communicator, Traffic
-from hf_compressopt.collectives.exchange import Pipeline
+from hf_compressopt.collectives.exchange import Pipeline, in_runs
 from hf_compressopt.collectives.topology import with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_communicator
 from hf_compressopt.flat import FLOAT_BYTES
@@ -20,7 +21,7 @@ from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.math import bit_sum, trust_ratio
 from hf_compressopt.zero.config import LossScale, ZeroConfig, check_parameters
 from hf_compressopt.zero.low_bit import SliceErrors, send_differences
-from hf_compressopt.zero.parts import Part, UpdateBucket, hyperparameters, partition, slice_numel
+from hf_compressopt.zero.parts import Part, UpdateBucket, hyperparameters, joined, partition, slice_numel
 from hf_compressopt.zero.reducer import GradientAverages, GradientReducer, SliceGradients, gather_parameters
 
 
@@ -131,7 +132,10 @@ class PartitionedParameters:
             compressed = compressed and communicator.world_size > 1
             sizes = [(number, self.tensors[number].numel()) for number in members]
             length = slice_numel(config.reduce_numel, communicator.world_size)
-            for cut in partition(sizes, length, communicator.world_size, rotate=config.round_robin_gradients):
+            cuts = partition(sizes, length, communicator.world_size, rotate=config.round_robin_gradients)
+            if not compressed:  # those have blocks of their own
+                cuts = list(map(joined, in_runs(cuts, lambda cut: cut.numel, communicator)))
+            for cut in cuts:
                 sent, kept = config.precision.sent or dtype, config.precision.kept or dtype
                 gradients = SliceGradients(cut, communicator, sent, kept, device, config.offload)
                 if compressed:
@@ -143,15 +147,15 @@ class PartitionedParameters:
         return sorted(found, key=lambda gradients: -min(gradients.cut.places))  # the last gradient of each in backward
 
     def _add_buckets(self, slices: Iterable[int], groups: Sequence[dict[str, Any]]) -> None:
-        config, room = self.config, 0
+        most, room = max(self.config.reduce_numel, exchange.TOGETHER), 0
         runs: list[list[int]] = []
         for number in slices:
             room -= self.reducer.slices[number].cut.numel
             if room < 0:
                 runs.append([])
-                room = config.reduce_numel - self.reducer.slices[number].cut.numel
+                room = most - self.reducer.slices[number].cut.numel
             runs[-1].append(number)
-        inner = partial(self.optimizer_class, **self.inner_options)
+        config, inner = self.config, partial(self.optimizer_class, **self.inner_options)
         for run in runs:
             parts = []
             for number in run:

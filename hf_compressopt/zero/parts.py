@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -96,6 +97,20 @@ def partition(numels: Sequence[tuple[int, int]], length: int, world_size: int, *
             start = stop
         position += _round_up(numel, ALIGN)
     return [Slice(size, tuple(map(tuple, parts))) for size, parts in zip(sizes, spans, strict=True)]
+
+
+def joined(cuts: Sequence[Slice]) -> Slice:
+    """Return slices as one: each part is the ranks' parts of all of them, one after another."""
+    starts = list(accumulate((cut.part_numel for cut in cuts), initial=0))
+    shifted = (
+        [
+            replace(span, offset=span.offset + start)
+            for start, cut in zip(starts, cuts, strict=False)
+            for span in cut.parts[rank]
+        ]
+        for rank in range(len(cuts[0].parts))
+    )
+    return Slice(starts[-1], tuple(map(tuple, shifted)))
 
 
 def _round_up(value: int, multiple: int) -> int:

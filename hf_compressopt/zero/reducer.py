@@ -23,7 +23,8 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import Pipeline, Task, all_gather, scatter_sums
 from hf_compressopt.flat import Span
 from hf_compressopt.kernels import IntegerFormat, sum_of_squares
-from hf_compressopt.optim.math import clip_factor
+from hf_compressopt.kernels.memory import numbers_on
+from hf_compressopt.optim.math import known_clip_factor
 from hf_compressopt.zero.config import LossScale, Precision
 from hf_compressopt.zero.low_bit import SliceErrors, send_gradients
 from hf_compressopt.zero.parts import Part, Slice, UpdateBucket, in_host_memory, write_span
@@ -340,31 +341,31 @@ class GradientAverages:
     def __init__(self, partition: PartitionedParameters, loss_scale: LossScale) -> None:
         self.factor, self.were_clipped = 1.0, False
         self._partition, self._reducer, self._loss_scale = partition, partition.reducer, loss_scale
-        self._norm: Tensor | None = None  # [] float64, of the averages as they are; None if it is not known
+        self._square: float | None = None  # of the norm of the averages as they are; None if it is not known
         self._norm_of_pass = 0
 
     def clear(self) -> None:
         """Drop all gradients and the norm. All ranks call if a pass is open."""
         self._reducer.clear()
-        self._norm, self.factor = None, 1.0
+        self._square, self.factor = None, 1.0
 
-    def finish(self, groups: Sequence[dict[str, Any]]) -> Tensor:
+    def finish(self, groups: Sequence[dict[str, Any]]) -> float:
         """Send the rest of the gradients, and agree on the norm. All ranks call.
 
         Returns:
-            [] float64, the square of the norm of the average gradient times ``factor``.
+            The square of the norm of the average gradient times ``factor``.
         """
         self._reducer.flush()
-        if self._norm is None or self._norm_of_pass != self._reducer.passes:
-            if self._norm is None:
+        if self._square is None or self._norm_of_pass != self._reducer.passes:
+            if self._square is None:
                 self.factor /= self._loss_scale.value
-            self._norm, self._norm_of_pass = self._agree(groups), self._reducer.passes
-        return self._norm * self.factor**2
+            self._square, self._norm_of_pass = self._agree(groups), self._reducer.passes
+        return self._square * self.factor**2
 
-    def clip(self, norm: Tensor, max_norm: float) -> None:
-        """Clip averages of this norm, [], to another one when they are used."""
+    def clip(self, norm: float, max_norm: float) -> None:
+        """Clip averages of this norm to another one when they are used."""
         self.were_clipped = True
-        factor = float(clip_factor(norm, max_norm))
+        factor = known_clip_factor(norm, max_norm)
         if math.isfinite(factor) and factor < 1.0:
             self.factor *= factor
 
@@ -400,22 +401,22 @@ class GradientAverages:
     def _of(self, part: Part) -> Tensor | None:
         return self._reducer.slices[part.slice].average_of(part.span)
 
-    def _agree(self, groups: Sequence[dict[str, Any]]) -> Tensor:
+    def _agree(self, groups: Sequence[dict[str, Any]]) -> float:
         """Exchange norms, faults, missing gradients, gradients that were not sent, and parameters newly unfrozen."""
         reducer = self._reducer
         while True:
             left, unfrozen = reducer.leftovers(), self._unfrozen(groups)
             own = [float(reducer.fault is not None), float(any(left)), float(bool(unfrozen))]
             everyone, *others = self._partition.communicators()
-            tail = torch.tensor(own + self._flags(left, everyone), dtype=torch.float64, device=everyone.device)
+            tail = numbers_on(everyone.device, own + self._flags(left, everyone), torch.float64)
             message = torch.cat([self._squares(), tail])
             everyone.all_reduce(message).wait()
-            squares, (faults, any_left, any_unfrozen), flags = message[:2], message[2:5].tolist(), message[5:]
-            chosen, present = self._read_flags(flags, everyone)
+            *squares, faults, any_left, any_unfrozen = (numbers := message.tolist())[:5]
+            chosen, present = self._read_flags(numbers[5:], everyone)
             for communicator in others:
-                flags = torch.tensor(self._flags(left, communicator), dtype=torch.float64, device=communicator.device)
+                flags = numbers_on(communicator.device, self._flags(left, communicator), torch.float64)
                 communicator.all_reduce(flags).wait()
-                more_chosen, more_present = self._read_flags(flags, communicator)
+                more_chosen, more_present = self._read_flags(flags.tolist(), communicator)
                 chosen = [a or b for a, b in zip(chosen, more_chosen, strict=True)]
                 present = [a or b for a, b in zip(present, more_present, strict=True)]
             if faults > 0:
@@ -444,9 +445,9 @@ class GradientAverages:
         met = [float(reducer.present[number]) for number in self._partition.of_communicator(communicator)]
         return met + [float(f) for f, g in zip(left, reducer.slices, strict=True) if g.communicator is communicator]
 
-    def _read_flags(self, flags: Tensor, communicator: Communicator) -> tuple[list[bool], list[bool]]:
+    def _read_flags(self, flags: Sequence[float], communicator: Communicator) -> tuple[list[bool], list[bool]]:
         """Tell for each slice whether any rank has leftovers, and for each parameter whether any had a gradient."""
-        rest = iter((flags > 0).tolist())
+        rest = (flag > 0 for flag in flags)
         present = [known.communicator is communicator and next(rest) for known in self._partition.known]
         chosen = [g.communicator is communicator and next(rest) for g in self._reducer.slices]
         return chosen, present
@@ -475,16 +476,15 @@ class GradientAverages:
             squares[kind] += sum_of_squares(tensors, device).to(squares.device)
         return squares
 
-    def _sum_over_model(self, squares: Tensor) -> Tensor:
+    def _sum_over_model(self, squares: Sequence[float]) -> float:
         """Sum squares over the ranks that share a model; parameters that each of them has whole count once."""
-        model = self._partition.model_parallel
+        (replicated, split), model = squares, self._partition.model_parallel
         if model is None:
-            return squares.sum()
-        replicated, split = squares
+            return replicated + split
         mine = split + replicated if model.rank == 0 else split + 0 * replicated
-        total: Tensor = mine.reshape(1)
+        total = numbers_on(model.device, [mine], torch.float64)
         model.all_reduce(total).wait()
-        return total.sum()
+        return float(total)
 
     def _raise_fault(self, count: int) -> None:
         fault, self._reducer.fault = self._reducer.fault, None

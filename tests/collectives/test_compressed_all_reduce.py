@@ -105,7 +105,7 @@ def test_decompressed_plus_error_is_input(numel, scale_block):
         u = x + error
         sizes = form.chunk_nbytes(numel, world_size)
         messages = torch.zeros(sum(sizes), dtype=torch.uint8)
-        form.compress_with_feedback_(kernels.Combination.of(x), error, messages, world_size)
+        form.compress_(kernels.Combination.of(x), error, messages, world_size, error)
         sent, byte = [], 0
         for rank, size in enumerate(sizes):
             start, stop = chunk_range(numel, world_size, rank)
@@ -122,7 +122,7 @@ def test_decompressed_plus_error_is_input(numel, scale_block):
         server_error = torch.randn(own, generator=generator)
         a = server_error + kernels.SignFormat(scale_block).decode(messages, own)
         out = torch.zeros(size, dtype=torch.uint8)
-        form.average_with_feedback_(received, server_error, out, world_size)
+        form.average_compress_(received, server_error, server_error, out, world_size)
         result = torch.empty(own)
         kernels.on(result).decompress_(form.average(own, out, 1, size), result)
         assert_adds_up(a, result, server_error, roundings=world_size)
@@ -233,8 +233,8 @@ def test_pipeline_of_buckets_is_one_after_another(rank, world_size):
     piped = [torch.empty_like(x) for x in xs]
 
     def task(x, out):
-        z = kernels.Combination.of(x)
-        average = yield from all_reduce(z, zero_feedback(x.numel(), communicator), kernels.SignFormat(64), communicator)
+        z, feedback = kernels.Combination.of(x), zero_feedback(x.numel(), communicator)
+        (average,) = yield from all_reduce([z], [feedback], kernels.SignFormat(64), communicator)
         kernels.on(out).decompress_(average, out)
 
     for x, out in zip(xs, piped, strict=True):

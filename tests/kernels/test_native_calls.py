@@ -206,7 +206,7 @@ def test_what_is_written_gets_a_new_version() -> None:
     x, param = torch.ones(80), torch.nn.Parameter(torch.ones(80))
     m, v, error = torch.ones(80), torch.ones(80), torch.ones(80)
     messages = torch.zeros(64, dtype=torch.uint8)
-    SIGNS.compress_with_feedback_(Combination.of(x), error, messages, 1)
+    SIGNS.compress_(Combination.of(x), error, messages, 1, error)
     assert (x._version, error._version, messages._version) == (0, 1, 1)
     loss = (param * param).sum()
     params = [Segment(param.detach(), 0, 80, 0)]
@@ -246,7 +246,7 @@ def round_trip(form: cases.Form, x: Tensor, grad: Tensor, error: Tensor, server_
     sizes, nbytes = form.sizes(NUMEL, CHUNKS)
     messages = torch.zeros(nbytes, dtype=torch.uint8)
     z = Combination(NUMEL, CPU, x * 1.5, 0.9, [Segment(grad, 0, NUMEL, 0)], 0.1)
-    form.compress_settled_(z, error, error, messages, CHUNKS)
+    form.compress_(z, error, messages, CHUNKS, error)
     out = torch.zeros(NUMEL)
     form.decompress_(form.average(NUMEL, messages, CHUNKS, sizes[0]), out)
     server = torch.zeros(sizes[0], dtype=torch.uint8)

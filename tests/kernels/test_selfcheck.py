@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_compressopt import FusedAdam, OnebitAdam, kernels
-from hf_compressopt.kernels import library, selfcheck
+from hf_compressopt.kernels import codec, library, selfcheck
 from tests.support.made_once import made_once
 
 CPU = torch.device("cpu")
@@ -25,7 +25,8 @@ FLIPPED = {  # of Adam's first moment, and of the scale of 4 bits
 def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been checked, and a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(selfcheck, "_failed", {})
+    monkeypatch.setattr(selfcheck, "checked", {})
+    monkeypatch.setattr(codec, "_known", {})
 
 
 @pytest.mark.usefixtures("native_library")
@@ -87,7 +88,7 @@ def trained() -> list[torch.Tensor]:
     form, error = kernels.IntegerFormat(4), torch.zeros(1000)
     messages = torch.zeros(form.sizes(1000, 2)[1], dtype=torch.uint8)
     x = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    form.compress_settled_(kernels.Combination.of(x), error, error, messages, 2)
+    form.compress_(kernels.Combination.of(x), error, messages, 2, error)
     return [*results, messages, error]
 
 
@@ -128,7 +129,7 @@ def test_what_passed_is_remembered_for_later_processes(before: str | None, monke
     kept = json.loads(place.read_text())
     assert kept[-1] == selfcheck._key(CPU)
     assert kept[:-1] == (["another library"] if before and "another" in before else [])
-    monkeypatch.setattr(selfcheck, "_failed", {})  # a new process
+    monkeypatch.setattr(selfcheck, "checked", {})  # a new process
     monkeypatch.setattr(selfcheck, "difference", lambda *_: pytest.fail("it checks again"))
     assert selfcheck.failures(CPU) == frozenset()
 

@@ -113,7 +113,7 @@ FETCHES: dict[str, tuple[str, dict[str, Any], int]] = {  # the most of a step th
     "OnebitLamb": ("OnebitLamb", {}, 1),
     "OnebitLamb, decay": ("OnebitLamb", {"weight_decay": 0.1}, 1),
     "OnebitLamb, warmup": ("OnebitLamb", {"freeze_step": 40}, 2),
-    "ZeroOneAdam, sync": ("ZeroOneAdam", {"local_step_clipper": 1}, 4),
+    "ZeroOneAdam, sync": ("ZeroOneAdam", {"local_step_clipper": 1}, 3),
     "ZeroOneAdam, 1-bit gradients": ("ZeroOneAdam", {"freeze_step": 40, "var_update_scaler": 1}, 2),
 }
 

@@ -11,6 +11,15 @@ from tests.support.launching import REPO_ROOT, run
 
 SCRIPT = str(REPO_ROOT / "scripts" / "benchmark_host.py")
 KINDS = ["OnebitAdam", "ZeroOneAdam", "OnebitLamb", "int4 gradients", "DDP", "DDP, int4 gradients", "ZeRO-2"]
+#: 0/1 Adam clips a local step by this rank's norm, and a sync, as in this step, has a message. It reads the noise, too.
+WAITS = {
+    "OnebitAdam": 1,
+    "ZeroOneAdam": 3,
+    "OnebitLamb": 1,
+    "int4 gradients": 1,
+    "DDP, int4 gradients": 1,
+    "ZeRO-2": 1,
+}
 
 
 def found(path: Path, *words: str) -> dict[str, Any]:
@@ -29,4 +38,4 @@ def test_times_are_ratios_to_the_baseline(tmp_path: Path) -> None:
 def test_calls_that_wait_for_a_device_are_counted(tmp_path: Path) -> None:
     rows = found(tmp_path / "syncs.json", "--syncs")
     assert rows["backward alone"] == rows["all_reduce, clip, AdamW"] == rows["DDP"] == {}
-    assert all(sum(rows[name].values()) > 0 for name in KINDS if name != "DDP")
+    assert {name: sum(rows[name].values()) for name in WAITS} == WAITS

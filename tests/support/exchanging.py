@@ -26,7 +26,8 @@ def average_(
     """Replace x, [n] float32, by the compressed mean over ranks."""
 
     def task() -> Task[None]:
-        average = yield from all_reduce(kernels.Combination.of(x), feedback, kernels.SignFormat(scale_block), ranks)
+        z, form = kernels.Combination.of(x), kernels.SignFormat(scale_block)
+        (average,) = yield from all_reduce([z], [feedback], form, ranks)
         kernels.on(x).decompress_(average, x)
 
     run_tasks([task()])

@@ -7,6 +7,7 @@ import pickle
 import time
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from hf_compressopt import GradScaler, ZeroOptimizer
+from hf_compressopt.collectives import exchange
 from hf_compressopt.flat import FLOAT_BYTES
 from tests.support.harness import _pool, on_ranks, run_ranks, run_ranks_expecting_error, run_ranks_of_which_one_dies
 from tests.support.trainer_runs import same_on_all_ranks
@@ -93,7 +95,8 @@ def test_both_kinds_of_checkpointing(world_size: int) -> None:
 def test_messages_leave_while_backward_runs_and_whole_gradients_never_exist(rank: int, world_size: int) -> None:
     """At each gradient that arrives: the messages that have left, and the elements of gradients that are alive."""
     model, bucket = Stack(layers=16), 2 * 32 * 33
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, reduce_bucket_size=bucket)
+    with mock.patch.object(exchange, "TOGETHER", 1):
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, reduce_bucket_size=bucket)
     reducer = optimizer.partition.reducer
     sent: list[int] = []
     alive: list[int] = []
