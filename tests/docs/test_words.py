@@ -15,7 +15,7 @@ LIMITS = {
     "docs/checkpoints.md": 900,
     "docs/options.md": 2200,
     "docs/benchmarks.md": 1500,
-    "docs/convergence.md": 1020,
+    "docs/convergence.md": 1040,
     "docs/deepspeed.md": 700,
     "docs/algorithms.md": 2000,
     "docs/fine_tuning.md": 800,

@@ -251,3 +251,27 @@ def test_a_commit_in_place_writes_what_a_commit_elsewhere_writes(bits: int) -> N
     assert torch.equal(error, other_error)
     assert all(torch.equal(grad, other) for grad, other in zip(grads, elsewhere, strict=True))
     assert torch.equal(torch.cat([grad.float() for grad in grads])[600:], decoded(message, numel, bits)[600:] * 2)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_adds_to_the_second_moment_what_the_equation_says(bits: int) -> None:
+    """With error feedback E y^2 = E g^2 + s^2 E f (1 - f), with f the fraction of g / s; the mean is not changed."""
+    form, steps, numel = IntegerFormat(bits), 6000, 128
+    sizes = torch.logspace(-1.5, -0.5, numel)  # of elements beside one of 1, which sets the scale of the block
+    sizes[0] = 1.0
+    noise = torch.randn(steps, numel, generator=torch.Generator().manual_seed(0)).clamp_(-3, 3)
+    grads = sizes * torch.where(torch.arange(numel) == 0, 1.0, 0.2 + 0.3 * noise)
+    scale = float(torch.tensor(1 / (2 ** (bits - 1) - 1)).bfloat16())
+    fraction = (grads.abs() / scale).frac()
+    expected = (grads.square() + scale**2 * fraction * (1 - fraction)).mean(dim=0)
+    error, sent, message = (
+        torch.zeros(numel),
+        torch.empty(steps, numel),
+        torch.empty(form.nbytes(numel), dtype=torch.uint8),
+    )
+    for step in range(steps):
+        u = grads[step] + error
+        sent[step] = form.encode_(u.clone(), message)
+        error = u - sent[step]
+    torch.testing.assert_close(sent.mean(dim=0), grads.mean(dim=0), rtol=0, atol=scale / steps)
+    torch.testing.assert_close(sent[:, 1:].square().mean(dim=0), expected[1:], rtol=0.1, atol=0)
