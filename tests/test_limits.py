@@ -17,16 +17,16 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 TOTALS = {
     "modules of the package": 91,
-    "lines of the package": 24_523,
-    "lines of tests": 29_704,
-    "lines of scripts": 5_234,
+    "lines of the package": 24_982,
+    "lines of tests": 29_046,
+    "lines of scripts": 4_753,
 }
 CALLED = {
-    "OnebitAdam": 20,
-    "ZeroOneAdam": 21,
-    "OnebitLamb": 21,
-    "DDP, int4 gradients": 17,
-    "ZeRO-2": 18,
+    "OnebitAdam": 15,
+    "ZeroOneAdam": 17,
+    "OnebitLamb": 15,
+    "DDP, int4 gradients": 15,
+    "ZeRO-2": 17,
 }
 
 

@@ -53,7 +53,8 @@ def compress_(
         old = use.errors("error", error, world_size, written=False)
         call("co_compress_only", use.device, values, old, written, z.numel, code.scale_block or 0, world_size)
     else:
-        new = _updated(use, error, like_errors(error) if new_error is None else new_error, world_size)
+        place = like_errors(error) if new_error is None else new_error  # alive until the call has been made
+        new = _updated(use, error, place, world_size)
         call("co_compress", use.device, values, new, written, z.numel, code.scale_block or 0, world_size)
     mark_written([messages] if new_error is None else [messages, _tensor(new_error)])
 

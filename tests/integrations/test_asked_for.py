@@ -267,6 +267,6 @@ def test_the_log_says_once_what_was_attached_and_after_a_step_what_it_saves(tmp_
         found = run_ranks(2, first_lines, str(tmp_path), arguments, fails, timeout=120)
         assert found[1] == [] and len(found[0]) == 2, found
         assert found[0][0].startswith(f"attached {name}") and said in found[0][0]
-        ratio = "3.9x" if "warmup_bits=8" in str(arguments) else "7.8x" if "int4" in said else "7.7x"
+        ratio = "3.5x" if "warmup_bits=8" in str(arguments) else "7.8x" if "int4" in said else "6.1x"  # 4 % are vectors
         assert found[0][1].startswith("full precision would send 65 kB a step, this run sends "), found[0][1]
         assert found[0][1].endswith(f"({ratio} fewer)"), found[0][1]
