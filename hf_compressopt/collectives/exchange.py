@@ -268,7 +268,7 @@ def all_reduce(
     if ranks.levels is None:
         for z, old, fresh, out in zip(zs, feedback, new, torch.split(messages, plan.sent), strict=True):
             use.compress_(form, z, old.worker[0], out, ranks.world_size, fresh.worker[0])
-        del out
+        del out, z  # gradients may be freed while their messages travel
     else:
         yield from _compress_shard(zs[0], feedback[0].worker, new[0].worker, messages, form, ranks, plan)
     del zs

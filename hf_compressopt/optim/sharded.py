@@ -151,9 +151,10 @@ def _mean_of_chunk(
     if in_full:
         kernels.on(values).combine_(Combination(values.numel(), device, grads=in_full, beta=factor), values)
         segments = [replace(s, tensor=None) if state.in_full[s.index] else s for s in segments]
-    z = Combination(numel, device, grads=segments, beta=factor)
-    mean = yield from reduce_scatter(z, old, new, form, ranks)
-    if in_full:
+    task = reduce_scatter(Combination(numel, device, grads=segments, beta=factor), old, new, form, ranks)
+    del segments, in_full  # as in all_reduce
+    mean = yield from task
+    if values.numel():
         shards, everyone = _shards_of(state), range(ranks.world_size)
         numels = shards.numels_in_full[number]
         chunks = torch.split(values, [numels[rank] for rank in sorted(everyone, key=place.chunk_of)])

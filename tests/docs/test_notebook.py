@@ -32,6 +32,6 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [entry["step"] for entry in adamw] == [10, 20, 30, 40]
     assert [entry["compressopt/stage"] for entry in onebit] == [0, 0, 1, 1]
     first, last = (onebit[number]["compressopt/bytes_sent_step"] for number in (0, -1))
-    assert int4[0]["compressopt/bytes_sent_step"] == pytest.approx(first, rel=0.02) and last < first / 3
+    assert int4[0]["compressopt/bytes_sent_step"] == pytest.approx(first, rel=0.03) and last < first / 3
     assert all(abs(mine["loss"] / theirs["loss"] - 1) < 0.1 for mine, theirs in zip(int4, adamw, strict=True))
     assert "OnebitAdam" in names["inspected"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.test_stress import Regression, examples
+from tests.integrations.test_stress import FEATURES, Regression, examples
 from tests.support.harness import run_ranks
 
 STEPS, SAVES = 8, (2, 6)  # of the saves one is in each stage
@@ -74,7 +74,10 @@ def batch(rank: int, step: int) -> dict[str, Tensor]:
 
 def network() -> Regression:
     torch.manual_seed(0)
-    return Regression()
+    model = Regression()
+    width = 32  # a matrix of 256 elements is the smallest that travels as integers in the warmup stage
+    model.layers = torch.nn.Sequential(torch.nn.Linear(FEATURES, width), torch.nn.Tanh(), torch.nn.Linear(width, 3))
+    return model
 
 
 def train(rank: int, world_size: int, name: str, given: dict[str, Any], folder: str, resume: int) -> Tensor:
