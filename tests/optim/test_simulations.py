@@ -413,8 +413,9 @@ def check(
     **more: Any,
 ) -> None:
     """Compare parameters after every step, and the errors, with the simulations."""
-    solved = [
-        first_safe(run.case, world_size, OwnProblem, run.simulation, bits=run.bits, **run.schedule()) for run in runs
+    solved = [  # with some smaller seeds an 8-bit error is so near to a tie that a float32 average decides it
+        first_safe(run.case, world_size, OwnProblem, run.simulation, first=50, bits=run.bits, **run.schedule())
+        for run in runs
     ]
     rows = [(problem, run) for run, (problem, *_) in zip(runs, solved, strict=True)]
     ranks = run_ranks(world_size, solve_runs, rows, more, timeout=240)

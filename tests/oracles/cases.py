@@ -214,9 +214,11 @@ def run_simulation(problem: Problem, kind: Any = None, **options: Any) -> tuple[
     return simulation, np.array(history), np.array(coeffs)
 
 
-def first_safe(case: Case, world_size: int, kind: type[Problem] = Problem, *simulation: Any, **options: Any):
+def first_safe(
+    case: Case, world_size: int, kind: type[Problem] = Problem, *simulation: Any, first: int = 0, **options: Any
+):
     """The first problem whose messages keep away from a change of sign, and what run_simulation() returns for it."""
-    for seed in range(400):
+    for seed in range(first, first + 400):
         problem = kind(case, world_size, seed)
         solution = run_simulation(problem, *simulation, **options)
         if solution[0].min_distance >= SAFE_DISTANCE:
