@@ -41,12 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _find_modules_beside(target[0])
     from hf_compressopt.collectives.torch_dist import announced
     from hf_compressopt.integrations.accelerate import adopt_accelerators
-    from hf_compressopt.integrations.trainer import register
+    from hf_compressopt.integrations.trainer import note_command_line, register
 
     try:
         announced("WORLD_SIZE")
         register()
         adopt_accelerators()
+        note_command_line(argv[1 + is_module :])
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

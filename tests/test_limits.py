@@ -17,8 +17,8 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 TOTALS = {
     "modules of the package": 91,
-    "lines of the package": 24_983,
-    "lines of tests": 29_052,
+    "lines of the package": 25_007,
+    "lines of tests": 29_065,
     "lines of scripts": 4_753,
 }
 CALLED = {

@@ -6,7 +6,9 @@ import copy
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+import re
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -172,6 +174,22 @@ def _create_accelerator(original: Callable[..., Any], self: Trainer, *args: Any,
     return result
 
 
+#: The flags that ask for compression in a command of hf_compressopt.run, whether the script reads them or not.
+COMMAND_LINE: list[str] = []
+
+
+def note_command_line(arguments: Sequence[str]) -> None:
+    """Keep the flags of a script that ask for compression."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--optim", default="")
+    parser.add_argument("--optim_args", default="")
+    found, _ = parser.parse_known_args(arguments)
+    if found.optim in ALGORITHMS or found.optim in ZERO_NAMES:
+        COMMAND_LINE.append(f"--optim {found.optim}")
+    if re.search(r"(grad_compression=(?!none)|zero_stage=[12])", found.optim_args):
+        COMMAND_LINE.append(f"--optim_args {found.optim_args}")
+
+
 def _attach(self: Trainer) -> None:
     """Attach the Trainer's accelerator, with the options of --optim_args and of the environment, if they can work."""
     name, options, plugin = optim_name(self.args), _options_of(self.args), CompressOptPlugin()
@@ -185,6 +203,11 @@ def _attach(self: Trainer) -> None:
     for reason in (why_unsupported(self.accelerator, words, self.model) for words in wanted):
         if reason:
             raise ValueError(reason)
+    if COMMAND_LINE and not wanted and self.args.world_size > 1:
+        raise ValueError(
+            f"{' '.join(COMMAND_LINE)} stands on the command line, but not in the script's TrainingArguments, and "
+            "nothing would be compressed: parse them by transformers.HfArgumentParser, or set optim, optim_args there"
+        )
     if "_compressopt" not in vars(self.accelerator) and not self.accelerator._optimizers:
         accelerate.make_ours(self.accelerator, None)  # at most it has evaluated the model
     elif "_compressopt" not in vars(self.accelerator) and not wanted:

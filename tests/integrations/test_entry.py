@@ -73,6 +73,19 @@ def test_a_script_imports_from_its_own_folder_and_not_from_the_current_one(tmp_p
     assert paths[0] == paths[1] and paths[0][0] == str(script.parent)
 
 
+@pytest.mark.parametrize(
+    "flags", [["--optim", "onebit_adam"], ["--optim_args=grad_compression=int4"], ["--optim_args", "zero_stage=2"]]
+)
+def test_flags_that_the_script_does_not_read_are_refused(flags: list[str], tmp_path: Path) -> None:
+    """A script that builds its TrainingArguments itself would train in full precision without a word."""
+    script = tmp_path / "script.py"
+    arguments = "dict(output_dir=sys.argv[1], use_cpu=True, max_steps=1, report_to='none')"
+    program = f"sys.argv[1:] = [a for k, v in {arguments}.items() for a in (f'--{{k}}', str(v))]"
+    script.write_text(f"import runpy, sys\n{program}\nrunpy.run_path({SCRIPT!r}, run_name='__main__')\n")
+    done = run_python(["-m", "hf_compressopt.run", str(script), str(tmp_path), *flags], ranks=2)
+    assert done.returncode != 0 and "on the command line, but not in the script's TrainingArguments" in done.stderr
+
+
 def test_a_world_size_that_is_no_number_is_named() -> None:
     done = run_python(["-m", "hf_compressopt.run", SCRIPT], WORLD_SIZE="abc")
     assert done.returncode == 2 and "WORLD_SIZE must be a whole number of at least 1, got 'abc'" in done.stderr
