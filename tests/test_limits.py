@@ -17,7 +17,7 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 TOTALS = {
     "modules of the package": 91,
-    "lines of the package": 25_007,
+    "lines of the package": 25_005,
     "lines of tests": 29_065,
     "lines of scripts": 4_753,
 }

@@ -151,7 +151,7 @@ class ErrorFeedback:
 
 
 class _Plan(NamedTuple):
-    """What one rank sends of a run of buckets, prepared once for their sizes.
+    """Sizes of the messages that one rank sends of a run of buckets, prepared once.
 
     Attributes:
         parts: In the hierarchical topology, elements and bytes of each chunk that this rank sends.

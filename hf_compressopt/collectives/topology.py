@@ -243,24 +243,19 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
 
 
 def _measured_to_pay(communicator: Communicator, levels: Levels) -> bool:
-    """Whether an average in full precision inside the nodes pays, which depends on their links. All ranks call.
-
-    It is measured once for each set of ranks. The slowest rank's times count, so that all ranks decide alike.
-    """
-    group = getattr(levels.peers, "process_group", None)
-    found = _MEASURED.get(group) if group is not None else None
+    """Return whether averages in full precision inside the nodes pay, by the slowest rank's times. All ranks call."""
+    group = levels.peers.process_group or levels.peers
+    found = _MEASURED.get(group)
     if found is None:
-        found = exchange_seconds(communicator, levels)
+        found = _MEASURED[group] = exchange_seconds(communicator, levels)
         if communicator.rank == 0:
             told = "topology='hierarchical' or 'flat' decides without measuring"
             logger.info("topology=auto: %s. %s", described(*found), told)
-    if group is not None:
-        _MEASURED[group] = found
     return nodes_pay(*found)
 
 
 def nodes_pay(flat: float, hierarchical: float) -> bool:
-    """Whether an exchange should be hierarchical, by the seconds of both."""
+    """Return whether an exchange should be hierarchical, by the seconds of both."""
     return hierarchical <= _CLEARLY * flat
 
 

@@ -193,7 +193,7 @@ class UnitErrors:
 
 
 class Allocator:
-    """What FSDP2's collectives have in common: see torch's Comm, whose import takes seconds."""
+    """The base of FSDP2's collectives: torch's Comm, whose import takes seconds."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory for gathered parameters, or for gradients."""

@@ -174,7 +174,7 @@ def _create_accelerator(original: Callable[..., Any], self: Trainer, *args: Any,
     return result
 
 
-#: The flags that ask for compression in a command of hf_compressopt.run, whether the script reads them or not.
+#: The flags that ask for compression in a command of hf_compressopt.run, until a Trainer has them.
 COMMAND_LINE: list[str] = []
 
 
@@ -184,6 +184,7 @@ def note_command_line(arguments: Sequence[str]) -> None:
     parser.add_argument("--optim", default="")
     parser.add_argument("--optim_args", default="")
     found, _ = parser.parse_known_args(arguments)
+    COMMAND_LINE.clear()
     if found.optim in ALGORITHMS or found.optim in ZERO_NAMES:
         COMMAND_LINE.append(f"--optim {found.optim}")
     if re.search(r"(grad_compression=(?!none)|zero_stage=[12])", found.optim_args):
@@ -203,11 +204,8 @@ def _attach(self: Trainer) -> None:
     for reason in (why_unsupported(self.accelerator, words, self.model) for words in wanted):
         if reason:
             raise ValueError(reason)
-    if COMMAND_LINE and not wanted and self.args.world_size > 1:
-        raise ValueError(
-            f"{' '.join(COMMAND_LINE)} stands on the command line, but not in the script's TrainingArguments, and "
-            "nothing would be compressed: parse them by transformers.HfArgumentParser, or set optim, optim_args there"
-        )
+    if wanted:
+        COMMAND_LINE.clear()  # it is read; other Trainers of the script may want nothing
     if "_compressopt" not in vars(self.accelerator) and not self.accelerator._optimizers:
         accelerate.make_ours(self.accelerator, None)  # at most it has evaluated the model
     elif "_compressopt" not in vars(self.accelerator) and not wanted:
@@ -224,6 +222,11 @@ def _train(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: An
     """Attach a Trainer that is older than :func:`register`, then train."""
     if (attachment := attachment_of(self)) is None or not attachment.by_trainer:
         _attach(self)
+    if COMMAND_LINE and self.args.world_size > 1:
+        raise ValueError(
+            f"{' '.join(COMMAND_LINE)} stands on the command line, but not in the script's TrainingArguments, and "
+            "nothing would be compressed: parse them by transformers.HfArgumentParser, or set optim, optim_args there"
+        )
     callbacks = self.callback_handler.callbacks
     if not any(isinstance(callback, CompressOptCallback) for callback in callbacks):
         callbacks.insert(0, CompressOptCallback())

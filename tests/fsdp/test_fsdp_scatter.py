@@ -235,7 +235,7 @@ def resume(rank: int, folder: str, **options: Any) -> bool:
 
 
 def whole(net: Any) -> np.ndarray:
-    """What this rank computes with."""
+    """Return the parameters that this rank computes with."""
     modules = [module for module in net.modules() if hasattr(module, "unshard")]
     for module in modules:
         module.unshard()
@@ -250,7 +250,7 @@ def owned(net: Any) -> np.ndarray:
 
 
 def evaluated(rank: int) -> tuple[bool, list[int]]:
-    """Whether a run that is evaluated after each step has the bits of one that is not, and the bytes of evaluations."""
+    """Compare a run that is evaluated after each step with one that is not; return the bytes of evaluations, too."""
     ends, sent = [], []
     for context in (None, torch.no_grad, torch.inference_mode):
         net, compression, optimizer = started(param_compression="int4")
@@ -267,7 +267,7 @@ def evaluated(rank: int) -> tuple[bool, list[int]]:
 
 
 def changed(rank: int) -> list[bool]:
-    """Whether ranks compute with near parameters after a step, and with exactly those that were loaded or written."""
+    """Check that ranks compute with near parameters after a step, and with exactly those loaded or written."""
     net, compression, optimizer = started(param_compression="int4")
     start, found = {n: t.clone() for n, t in net.state_dict().items()}, [np.array_equal(whole(net), owned(net))]
     for step in range(2):
@@ -295,7 +295,7 @@ def changed(rank: int) -> list[bool]:
 
 
 def alike(rank: int) -> list[bytes]:
-    """What the ranks compute with in bfloat16, after a step that is skipped because of a gradient of one of them."""
+    """Return what ranks compute with in bfloat16, after a step that one rank's gradient has made all skip."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
