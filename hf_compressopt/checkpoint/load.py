@@ -70,8 +70,8 @@ def _warn_of_topology(header: Header, communicator: Communicator) -> None:
     known = header.title in (*COMPRESSED, "GradientCompression")
     if known and saved != mine and header.values["world_size"] == communicator.world_size and communicator.rank == 0:
         logger.warning(
-            "the checkpoint was saved with %d rank(s) per node in the exchange, and this run has %d: it goes on, but not "
-            "bit for bit. Give topology='%s' for that",
+            "the checkpoint was saved with %d rank(s) per node in the exchange, and this run has %d: it goes on, but "
+            "not bit for bit. Give topology='%s' for that",
             saved,
             mine,
             TWO_LEVELS if saved > 1 else FLAT,
