@@ -239,6 +239,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         groups = ParamGroups(self._states, self.communicator, self._follow_parameters)
         self._fused_warmup = warmup_bits < 32
         self.warmup_bits, self.warmup_gradients = warmup_bits, WarmupGradients(warmup_bits, groups)
+        self._consensus.warmup = self.warmup_gradients
         self.early_messages = EarlyMessages(clip == "late", groups, self._tensors, self._prepare)
         if self.early_messages.enabled:
             self._consensus.early = self.early_messages
@@ -453,7 +454,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
         norm = self._consensus.clip_(self._begin_step(), max_norm, parameters)
-        return torch.full((), norm, dtype=torch.float32, device=self.communicator.device)
+        return torch.as_tensor(norm, dtype=torch.float32, device=self.communicator.device)
 
     def skip_step(self) -> None:
         """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""
