@@ -239,7 +239,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         groups = ParamGroups(self._states, self.communicator, self._follow_parameters)
         self._fused_warmup = warmup_bits < 32
         self.warmup_bits, self.warmup_gradients = warmup_bits, WarmupGradients(warmup_bits, groups)
-        self._consensus.warmup = self.warmup_gradients
         self.early_messages = EarlyMessages(clip == "late", groups, self._tensors, self._prepare)
         if self.early_messages.enabled:
             self._consensus.early = self.early_messages

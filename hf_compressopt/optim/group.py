@@ -290,7 +290,7 @@ class Moments:
         if self.codes.numel():
             varies = [code != ZERO_CODE for code in rows]
         elif compact:
-            varies = [top_of_variance(torch.tensor([row], device="cpu")) > NO_TOP for row in rows]
+            varies = [top_of_variance(torch.tensor([row], dtype=torch.float32, device="cpu")) > NO_TOP for row in rows]
         else:
             varies = [row != 0 for row in rows]
         found = iter(varies)

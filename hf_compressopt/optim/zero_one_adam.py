@@ -295,6 +295,7 @@ class ZeroOneAdam(CompressedOptimizer):
             "local_step_clipper": local_step_clipper,
         }
         super().__init__(params, lr, **options)
+        self._consensus.warmup = self.warmup_gradients
         self._interval = LocalInterval(self._states, self.traffic)
         self._divisors: dict[int, Tensor] = {}  # of the step under way, by param group
         self._since_sync: dict[int, tuple[float, float]] | None = None  # the state's lr_sum and decay; None: not known
