@@ -131,7 +131,11 @@ def test_a_rank_whose_gradient_grows_clips_by_its_growth() -> None:
 
     def coefficients(last: LastNorm | None, scale: float, *factors: float) -> list[float]:
         backward = Backward(last, scale, 4)
-        return [backward.coefficient([Segment(scale * f * grad, 0, 100, 0)], grad.device) for f in factors]
+        found = []
+        for f in factors:
+            (segment,) = backward.shrink([Segment(scale * f * grad, 0, 100, 0)], grad.device)
+            found.append(backward.coefficient() * float(segment.part[0] / (scale * f * grad[0])))
+        return found
 
     assert coefficients(None, 1.0, 1e9) == [1.0]
     usual = LastNorm(1.0, 0.5, 1.5)
@@ -148,14 +152,16 @@ def test_a_spike_on_one_rank(rank: int, world_size: int) -> None:
     """Rank 0's loss is a thousand times as large in one step: its own coefficients fall during backward."""
     ddp, net, optimizer = attached("late", CLIP)
     found: dict[int, list[float]] = {step: [] for step in range(STEPS)}
-    original = Backward.coefficient
+    original = Backward.shrink
 
-    def record(self: Backward, *args: Any) -> float:
-        found[step].append(original(self, *args))
-        return found[step][-1]
+    def record(self: Backward, segments: Any, *args: Any) -> Any:
+        given = original(self, segments, *args)
+        sent, own = (torch.cat([s.part for s in each]).norm() for each in (given, segments))
+        found[step].append(self.coefficient() * float(sent / own))
+        return given
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Backward, "coefficient", record)
+        patch.setattr(Backward, "shrink", record)
         for step in range(STEPS):
             factor = 1e3 if rank == 0 and step == STEPS - 2 else 1.0
             (factor * loss_of(ddp, rank, step)).backward()
