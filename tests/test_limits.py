@@ -21,13 +21,7 @@ TOTALS = {
     "lines of tests": 29_065,
     "lines of scripts": 4_753,
 }
-CALLED = {
-    "OnebitAdam": 15,
-    "ZeroOneAdam": 17,
-    "OnebitLamb": 15,
-    "DDP, int4 gradients": 15,
-    "ZeRO-2": 17,
-}
+CALLED = {"OnebitAdam": 15, "ZeroOneAdam": 17, "OnebitLamb": 15, "DDP, int4 gradients": 15, "ZeRO-2": 17}
 
 
 def lines_of(folder: str) -> int:

@@ -137,8 +137,6 @@ def test_files_hold_what_memory_holds(world_size: int, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_param_groups_with_a_process_group_of_their_own(rank: int, world_size: int, tmp_path: Path) -> None:
-    """A param group with a process group of its own that has several ranks."""
-
     def new(state: str, stop: int) -> tuple[list[nn.Parameter], Any]:
         torch.manual_seed(rank)
         params = [nn.Parameter(torch.randn(40)), nn.Parameter(torch.randn(7))]

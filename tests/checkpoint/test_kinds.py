@@ -35,10 +35,7 @@ def load_all(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def load_compressed(rank: int, world_size: int, folder: str) -> list[str]:
-    """Load the checkpoints of compressed optimizers into either form; what the compact one has changed beyond rounding.
-
-    Moments and counts have the same bits, until the first compressed step encodes them.
-    """
+    """Load what compressed optimizers saved into either form; what differs by more than the rounding of errors."""
     wrong = []
     for name, kind in KINDS.items():
         if "scale_block" not in kind.options or world_size not in kind.loads_on:
@@ -102,10 +99,7 @@ def resume_all(rank: int, world_size: int, folder: str | None) -> list[str]:
     return wrong
 
 
-@pytest.mark.invariant(21)
-@pytest.mark.invariant(23)
-@pytest.mark.invariant(24)
-@pytest.mark.invariant(31)
+@pytest.mark.invariant(21, 23, 24, 31)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("in_files", [True, False])
 def test_a_resumed_run_is_bitwise_identical_to_the_uninterrupted_one(

@@ -249,8 +249,6 @@ def test_a_save_follows_no_link(tmp_path: Path) -> None:
 
 
 def test_a_shard_follows_no_link(tmp_path: Path) -> None:
-    """A link takes the place of a shard that is begun."""
-
     def link_and_write(write: Any, snapshot: Any, quiet: bool) -> Any:
         shard = saving.begun(snapshot.shard_file(0))
         shard.unlink()

@@ -41,8 +41,7 @@ def changed(document: Path) -> list[str]:
 
 
 def commands(document: Path) -> Iterator[list[str]]:
-    """The words of each command: in bash blocks, expanded by bash (a block sees what an earlier one has set), in diffs,
-    and in the text."""
+    """The words of each command: in bash blocks, expanded by bash, in diffs, and in the text."""
     for text in re.findall(r"`(python scripts/[^`]*)`", document.read_text()):
         yield text.split()
     script = PRELUDE + "\n".join(blocks(document, "bash"))

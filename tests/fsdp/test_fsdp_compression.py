@@ -163,7 +163,6 @@ def shard_of(whole: np.ndarray, shard: int) -> np.ndarray:
 
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_equals_replicas_of_two_shards_in_bits(replicas: int) -> None:
-    """Gradients, weights and errors; on a 1-D mesh and in the place of HSDP's all-reduce; accumulated reduced."""
     rows = [(*run, accumulate) for run, accumulate in zip(RUNS, ("", "", "reduced"), strict=True)]
     ranks = run_ranks(replicas * SHARDS, train_all, rows)
     for number, (_, state, bits, accumulate) in enumerate(rows):

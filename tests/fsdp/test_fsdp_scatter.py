@@ -179,7 +179,6 @@ def shard_of(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_equals_a_simulation_in_bits(world_size: int) -> None:
-    """Gradients, weights, errors and replicas, with and without resharding, accumulated on each rank."""
     ranks = run_ranks(world_size, train_all, RUNS, timeout=240)
     for number, (state, bits, param_bits, accumulate, _) in enumerate(RUNS):
         history, net, columns, gathered = simulated(world_size, state, bits, param_bits, accumulate)
@@ -467,7 +466,6 @@ def parameters(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_parameters_as_differences(tmp_path: Path) -> None:
-    """Runs resume, and evaluations change nothing; ranks compute alike, and with what is loaded; bytes of a step."""
     ranks = run_ranks(4, parameters, str(tmp_path), timeout=240)
     for rank, found in enumerate(ranks):
         assert found["resume"] == [True] * 3, rank

@@ -152,7 +152,6 @@ def test_a_second_optimizer_of_another_kind_on_the_same_model_is_refused(
 
 @on_ranks(2)
 def test_a_model_goes_on_with_another_optimizer_and_averaged_gradients(rank: int, world_size: int) -> None:
-    """After a change in the compressed stage."""
     use_accelerate(rank, world_size)
     accelerator, inner = CompressOptAccelerator(cpu=True), network()
     model, optimizer = accelerator.prepare(inner, OnebitAdam(inner.parameters(), lr=1e-2, freeze_step=2))

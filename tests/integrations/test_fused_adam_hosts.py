@@ -75,7 +75,6 @@ def test_fully_sharded_model(rank: int, world_size: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("ours", [False, True], ids=["Accelerator", "CompressOptAccelerator"])
 @on_ranks(2)
 def test_accelerate(rank: int, world_size: int, ours: bool, tmp_path: Path) -> None:
-    """Clipping, a scheduler, a saved and loaded state: AdamW's numbers with either accelerator."""
     from accelerate import Accelerator
 
     found = []

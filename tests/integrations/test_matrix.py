@@ -133,14 +133,7 @@ def by_hand(setup: str, method: str, folder: str) -> float:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from hf_compressopt import (
-        GradientCompression,
-        OnebitAdam,
-        ZeroOptimizer,
-        attach_ddp,
-        compress_fsdp,
-        compress_hook,
-    )
+    from hf_compressopt import GradientCompression, OnebitAdam, ZeroOptimizer, attach_ddp, compress_fsdp, compress_hook
 
     model, replicas = model_of(setup, folder), SETUPS[setup]
     if "FSDP2" in setup:

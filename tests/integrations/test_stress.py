@@ -38,7 +38,6 @@ def examples(poisoned: bool) -> list[dict[str, torch.Tensor]]:
 
 
 def draw(seed: int, steps: int) -> dict[str, Any]:
-    """One combination: what to train, and on how many ranks."""
     choose = random.Random(seed)
     name = choose.choice(["onebit_adam", "zero_one_adam", "onebit_lamb"])
     freeze = choose.choice(["", str(choose.randint(1, 60)), "auto", str(steps)])
@@ -101,7 +100,6 @@ def train(rank: int, world_size: int, directory: str, what: dict[str, Any], resu
 
 
 def check_draw(seed: int, directory: Path, steps: int) -> None:
-    """Train the draw, resume it from a checkpoint in the midst, and compare."""
     what = draw(seed, steps)
     whole = run_ranks(what["world_size"], train, str(directory / "whole"), what, None, timeout=240)
     saved = sorted(directory.glob("whole/checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))

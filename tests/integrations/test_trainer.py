@@ -42,7 +42,6 @@ def test_the_logged_norm_does_not_leap_at_the_switch(tmp_path: Path) -> None:
     here = {"output_dir": str(tmp_path), "learning_rate": 0.0, "max_steps": 7}
 
     def log_of(optim: str, options: str) -> tuple[list[float], int]:
-        """The logged norms, and in how many lines the noise scale is."""
         history = run_variant("plain", {**here, "optim": optim, "optim_args": options}, dropout=0.0)[0]["history"]
         rows = [row for row in history if "loss" in row]
         return [row["grad_norm"] for row in rows], sum("compressopt/gradient_noise_scale" in row for row in rows)
@@ -82,8 +81,7 @@ RESUMES += [
 ]
 
 
-@pytest.mark.invariant(8)
-@pytest.mark.invariant(21)
+@pytest.mark.invariant(8, 21)
 @pytest.mark.parametrize(("name", "saved"), RESUMES)
 def test_resume_is_the_uninterrupted_run_and_replicas_stay_alike(
     name: str, saved: tuple[int, ...], tmp_path: Path
@@ -199,8 +197,7 @@ FAMILY = {
 }
 
 
-@pytest.mark.invariant(21)
-@pytest.mark.invariant(37)
+@pytest.mark.invariant(21, 37)
 @pytest.mark.parametrize("name", ["zero_one_adam", pytest.param("onebit_lamb", marks=pytest.mark.full)])
 def test_the_family_trains_evaluates_saves_and_resumes(name: str, tmp_path: Path) -> None:
     arguments = {"optim": name, "optim_args": FAMILY[name] + ",scale_block=256,bucket_cap_mb=0.02", "max_steps": 14}

@@ -17,7 +17,6 @@ STEPS = 6
 
 
 def make(how: str) -> tuple[Any, ...]:
-    """accelerator, model, optimizer, scheduler, prepared."""
     from accelerate import Accelerator
 
     torch.manual_seed(int(os.environ["RANK"]))  # prepare() is to make the models alike, as DDP does

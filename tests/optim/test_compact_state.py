@@ -84,7 +84,6 @@ def test_the_state_shows_decoded_moments(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(("saved_as", "loaded_as"), [("compact",) * 2, ("compact", "float32"), ("float32", "compact")])
 @on_ranks(3)
 def test_copies_and_state_dicts_go_on(rank: int, world_size: int, stop: int, saved_as: str, loaded_as: str) -> None:
-    """Train on with the optimizer, with its deep copy, and with another one that has loaded its state dict."""
     params, optimizer = make(rank, stop, state=saved_as)
     copied_params, copied = copy.deepcopy((params, optimizer))
     state_dict = copy.deepcopy(optimizer.state_dict())
@@ -145,7 +144,6 @@ def test_all_of_the_state_moves_with_the_parameters(rank: int, world_size: int, 
 
 @on_ranks(2)
 def test_a_mask_may_come_and_go(rank: int, world_size: int) -> None:
-    """A mask that comes, and goes, after messages have taken the momentum's place."""
     params, optimizer = make(rank, 5)
     optimizer.param_groups[0]["exp_avg_mask"] = torch.zeros(1)
     go_on(rank, params, optimizer, range(5, 7))

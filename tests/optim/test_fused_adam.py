@@ -196,7 +196,6 @@ def test_no_gradient_changes_nothing(kernels: str) -> None:
 
 
 def test_memory_layout_does_not_matter(kernels: str) -> None:
-    """Transposed, channels-last and gapped parameters; expanded and transposed gradients."""
     base = torch.randn(6, 4, 5, 3)
     views = [
         base[:, :, 0, 0].clone().t(),
@@ -442,7 +441,6 @@ def test_grad_scale_set_by_hand(kernels: str) -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("max_grad_norm", [0.5, 1e9])
 def test_max_grad_norm(max_grad_norm: float, scaled: bool, kernels: str) -> None:
-    """The norm is of all groups' gradients, unscaled."""
     params = parameters()
     others = twins(params)
     groups = [{"params": params[:3], "lr": 0.02}, {"params": params[3:]}]
@@ -462,7 +460,6 @@ def test_max_grad_norm(max_grad_norm: float, scaled: bool, kernels: str) -> None
 
 
 def test_gradients_need_not_be_written(native_kernels: None) -> None:
-    """Without write_grads they stay as they were, and a GradScaler's steps have the same bits."""
     params = parameters()
     others = twins(params)
     optimizers = FusedAdam(params, max_grad_norm=0.5), FusedAdam(others, max_grad_norm=0.5, write_grads=False)
@@ -679,8 +676,7 @@ def test_adams_state_dict_tells_its_kind_of_decay() -> None:
         assert optimizer.param_groups[0]["adam_w_mode"] is False and optimizer.param_groups[0]["capturable"] is True
 
 
-@pytest.mark.invariant(21)
-@pytest.mark.invariant(25)
+@pytest.mark.invariant(21, 25)
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 def test_resume_is_bit_for_bit(dtype: torch.dtype, kernels: str) -> None:
     params = parameters(dtype=dtype)
@@ -721,7 +717,6 @@ def test_state_dict_that_does_not_fit_changes_nothing(fault: str) -> None:
 
 
 def test_nothing_is_kept_alive(kernels: str) -> None:
-    """Moments that are moved elsewhere, and gradients that are dropped, free their memory."""
     params = parameters()
     optimizer = FusedAdam(params, lr=0.01, master_weights=True)
     run((params, optimizer), steps=[0])

@@ -22,7 +22,6 @@ def gradient(rank: int, step: int) -> torch.Tensor:
 
 
 def steps(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter, rank: int, which: range) -> list[tuple[Any, ...]]:
-    """The norm, the noise scale and the parameters of each step."""
     rows = []
     for step in which:
         p.grad = gradient(0 if optimizer.plan.reduce_grads else rank, step)  # type: ignore[attr-defined]

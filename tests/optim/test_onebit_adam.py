@@ -165,8 +165,7 @@ def train_embedding(rank, world_size, lr, floor, largest):
 
 @pytest.mark.invariant(36)
 @pytest.mark.parametrize(
-    ("kind", "first_seen"),
-    [(OnebitAdam, None), (OnebitLamb, 11), *((ZeroOneAdam, t) for t in (3, 5, 9, 13))],
+    ("kind", "first_seen"), [(OnebitAdam, None), (OnebitLamb, 11), *((ZeroOneAdam, t) for t in (3, 5, 9, 13))]
 )
 @pytest.mark.parametrize("options", [{}, {"eps": 0.0}, {"weight_decay": 0.1}], ids=str)
 @on_ranks(2)
@@ -199,7 +198,6 @@ def test_parameter_without_variance_keeps_still(rank, world_size, kind, first_se
 @pytest.mark.parametrize("clip", ["sketch", "local"])
 @on_ranks()
 def test_clip_grad_norm(rank, world_size, clip):
-    """Averaged gradients: their norm. Local ones: that of their mean, or sqrt(mean of the squared norms)."""
     p = torch.nn.Parameter(torch.zeros(9))
     optimizer = OnebitAdam([p], freeze_step=1, clip=clip)
     p.grad = torch.ones(9)
@@ -237,10 +235,7 @@ LOCAL, CONNECTED = (Case("skip", groups, {"lr": 0.02, **ZERO_ONE}, steps=24) for
 )
 @on_ranks()
 def test_gradient_that_is_not_finite_skips_the_step_everywhere(rank, world_size, kind, case, steps, clip):
-    """The run goes on as if the step had never been: warmup, the first compressed step, a later one.
-
-    One rank's local NaN is enough in the compressed stage.
-    """
+    """The run goes on as if the step had never been; one rank's local NaN is enough in the compressed stage."""
     for bad_step, bad in steps.items():
         problem = kind(case, world_size, 0)
         assert problems_of_a_skip(problem, rank, bad_step, float(bad), clip) == []

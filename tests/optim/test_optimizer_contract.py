@@ -209,7 +209,6 @@ def test_deepcopy_on_two_ranks(rank, world_size):
 
 
 def steps_of(problem, run, rank, first=1, last=STEPS):
-    """Take steps of an optimizer and its parameters."""
     for t in range(first, last + 1):
         set_gradients(problem, *run, rank, t)
         run[0].step()
@@ -303,7 +302,6 @@ def test_tied_parameter_counts_once():
 
 
 def test_memory_layout_does_not_matter():
-    """Transposed parameters, gradients that are expanded or transposed: the same numbers as contiguous ones."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(4, 6, generator=generator)
     strange, plain = torch.nn.Parameter(values.t().contiguous().t()), torch.nn.Parameter(values.clone())

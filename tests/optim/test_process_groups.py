@@ -55,7 +55,6 @@ def optimizer_of(name: str, params: Any, **options: Any) -> Any:
 def mixed_optimizer(
     name: str, rank: int, world_size: int, group: Any = None, **options: Any
 ) -> tuple[nn.Parameter, nn.Parameter, Any]:
-    """A dense parameter and an expert, in one optimizer."""
     dense, expert = make(rank, world_size)
     own = {"params": [expert], "process_group": group or expert_group(rank, world_size)}
     groups = [{"params": [dense]}, own]

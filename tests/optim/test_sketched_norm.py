@@ -51,7 +51,6 @@ def test_the_norm_is_that_of_the_mean_gradient(rank: int, world_size: int, numbe
 
 @on_ranks(2)
 def test_parameters_of_no_param_group_count_too(rank: int, world_size: int) -> None:
-    """Parameters of no optimizer, or of another one, are clipped together with these."""
     mine, others = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((40, 5), (300,)))
     frozen = torch.nn.Parameter(torch.zeros(9), requires_grad=False)
     optimizer = OnebitAdam([mine], lr=1e-3, freeze_step=1)

@@ -206,10 +206,7 @@ def test_a_loop_that_averages_by_itself_is_told_once(rank: int, world_size: int)
 @pytest.mark.parametrize("how", ["told", "found"])
 @on_ranks(2)
 def test_errors_do_not_carry_the_loss_scale(rank: int, world_size: int, how: str) -> None:
-    """Scales are powers of two, so that a scaled run has the bits of one without a scaler.
-
-    Of eight steps five are in the warmup stage, and if the scale is told the third overflows once.
-    """
+    """Scales are powers of two: the bits of a run without a scaler. A scale that is told overflows once."""
     ends = []
     for scaled in (True, False):
         params, optimizer = make(4)

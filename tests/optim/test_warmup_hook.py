@@ -104,7 +104,6 @@ def test_each_parameter_travels_as_its_owner_says(rank: int, world_size: int) ->
 
 @on_ranks(2)
 def test_groups_of_several_models_travel_in_full_precision(rank: int, world_size: int) -> None:
-    """An optimizer of two models: neither model's rounds may send the errors of the other's parameters."""
     torch.manual_seed(0)
     one, two = nn.Linear(20, 20), nn.Linear(20, 20)
     params = [*one.parameters(), *two.parameters()]
@@ -122,7 +121,6 @@ def test_groups_of_several_models_travel_in_full_precision(rank: int, world_size
 
 @on_ranks(3)
 def test_a_process_group_of_its_own(rank: int, world_size: int) -> None:
-    """A param group with a process group of its own stays out of the rounds, as in full precision."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
     torch.manual_seed(0)
     net = nn.Sequential(OrderedDict(shared=nn.Linear(9, 9), expert=nn.Linear(9, 9)))

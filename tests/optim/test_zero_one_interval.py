@@ -171,7 +171,6 @@ def test_a_rank_alone_can_save_the_parameters_of_the_last_sync(rank: int, world_
 @pytest.mark.parametrize("way", ["files", "state dict"])
 @on_ranks(2)
 def test_a_load_drops_the_parameters_that_were_put_aside(rank: int, world_size: int, way: str, tmp_path: Path) -> None:
-    """A load inside averaged_parameters() wins over what was put aside for the end of the context."""
     model, optimizer = make()
     train(model, optimizer, rank, range(INSIDE))
     save_state(optimizer, tmp_path)

@@ -11,14 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt import (
-    GradScaler,
-    OnebitAdam,
-    attach_ddp,
-    average_gradients,
-    load_state,
-    save_state,
-)
+from hf_compressopt import GradScaler, OnebitAdam, attach_ddp, average_gradients, load_state, save_state
 from hf_compressopt.optim import sharded
 from hf_compressopt.optim.group import mean_variance_norm
 from tests.checkpoint.test_resharding import stored
@@ -116,8 +109,7 @@ def whole_moments(rank: int, params: list[nn.Parameter], optimizer: OnebitAdam) 
     return found
 
 
-@pytest.mark.invariant(20)
-@pytest.mark.invariant(21)
+@pytest.mark.invariant(20, 21)
 @pytest.mark.parametrize(("world_size", "stage"), [pytest.param(2, 1, marks=pytest.mark.full), (3, 1), (2, 2)])
 @on_ranks()
 def test_copies_state_dicts_and_checkpoints_go_on(rank: int, world_size: int, stage: int, tmp_path: Path) -> None:
@@ -150,7 +142,6 @@ def save_both(rank: int, world_size: int, folder: str, stop: int) -> list[torch.
 
 
 def load_all(rank: int, world_size: int, folder: str, stop: int, saved_by: int) -> list[torch.Tensor]:
-    """Load with and without zero_stage."""
     found = []
     for source, options in (("zero", ZERO), ("zero", {}), ("plain", ZERO), ("plain", {})):
         params, optimizer = make(rank, 0, **options)

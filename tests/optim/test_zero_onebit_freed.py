@@ -170,7 +170,6 @@ class Alive(TorchDispatchMode):
         return out
 
     def now(self) -> int:
-        """Bytes that are alive now."""
         self.storages = {key: row for key, row in self.storages.items() if not row[0].expired()}
         return sum(nbytes for _, nbytes in self.storages.values())
 
@@ -302,7 +301,6 @@ def _raise(grad: torch.Tensor) -> torch.Tensor:
 
 @on_ranks(2)
 def test_what_is_thrown_away_leaves_no_trace(rank: int, world_size: int) -> None:
-    """zero_grad(), gradients that are given, and a backward that raises leave no trace."""
     runs = []
     for abandon in (False, True):
         net, optimizer = make("sketch", CLIP, **ZERO)

@@ -52,6 +52,5 @@ def go_on(rank: int, params: list[torch.nn.Parameter], optimizer: Any, steps: It
 
 @torch.no_grad()
 def assign(params: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
-    """Overwrite parameters."""
     for param, value in zip(params, values, strict=True):
         param.copy_(value)

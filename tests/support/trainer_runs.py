@@ -47,10 +47,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no_clipping": ({"max_grad_norm": 0.0}, {}),
     "bf16_autocast": ({"bf16": True}, {}),
     "gradient_checkpointing": ({"gradient_checkpointing": True}, {}),
-    "reentrant": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        {},
-    ),
+    "reentrant": ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, {}),
     "torch_compile": ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, {}),
     "find_unused_parameters": ({"ddp_find_unused_parameters": True}, {"unused": True}),
     "no_find_unused_parameters": ({"ddp_find_unused_parameters": False}, {}),

@@ -119,10 +119,7 @@ def test_accumulation_clipping_skips_and_copies_have_the_bits_of_the_flat_exchan
 def test_bytes_are_those_of_the_formulas(
     rank: int, world_size: int, options: dict[str, Any], nbytes: float, of_errors: float
 ) -> None:
-    """On the link of a node those of a ring of ``nbytes`` an element each way.
-
-    In the node float32 gradients, and parameters of ``nbytes``; and the bytes of errors for each element.
-    """
+    """Between nodes a ring of ``nbytes`` an element each way; inside float32 gradients and such parameters."""
     p = nn.Parameter(torch.zeros(400, 500))
     optimizer = ZeroOptimizer([p], torch.optim.AdamW, lr=1e-2, node_size=2, **options)
     for _ in range(2):

@@ -157,7 +157,6 @@ def test_a_model_that_changes_its_dtype_keeps_masters(rank: int, world_size: int
 
 @on_ranks(1)
 def test_states_of_groups_on_several_devices_come_back_to_their_own(rank: int, world_size: int) -> None:
-    """Each state comes back to the device of its own parameter."""
     here = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
     there = nn.Parameter(torch.ones(5, dtype=torch.bfloat16, device="meta"))
     optimizer = ZeroOptimizer([{"params": [here]}, {"params": [there]}], torch.optim.SGD, lr=1.0)
@@ -225,7 +224,6 @@ def test_parameters_that_one_rank_unfreezes_are_an_error_on_all() -> None:
 
 @on_ranks(2)
 def test_parameters_that_are_frozen_later_stay(rank: int, world_size: int) -> None:
-    """A parameter that is frozen again keeps its value."""
     model, optimizer = train_zero(rank, Case("sgd", steps=2))
     model.first.requires_grad_(False)
     before = model.first.weight.detach().clone()
