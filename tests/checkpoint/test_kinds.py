@@ -1,7 +1,7 @@
 """Each kind of checkpoint loads to what was saved, and into each form of the state; a run goes on bit for bit."""
 
-import io
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_compressopt import load_state, save_state
-from tests.checkpoint.kinds import KINDS, RESUMED, load_in_form, make, observe, train, written
-from tests.support.family import assign
+from tests.checkpoint.kinds import KINDS, OTHER_SCHEDULES, RESUMED, load_in_form, make, observe, train, written
+from tests.support.family import assign, through_a_file
 from tests.support.harness import run_ranks
 
 
@@ -74,10 +74,12 @@ def resume_all(rank: int, world_size: int, folder: str | None) -> list[str]:
             continue
         params, optimizer = make(kind)
         train(rank, world_size, params, optimizer, range(kind.steps))
-        others, other = make(kind)
-        assign(others, params)
+        others, other = make(kind._replace(options={**kind.options, **OTHER_SCHEDULES.get(kind.optimizer, {})}))
+        saves_mean = folder is not None and hasattr(optimizer, "averaged_parameters")
+        with optimizer.averaged_parameters() if saves_mean else nullcontext():  # as the model's file holds them
+            assign(others, params)
         if folder is None:
-            torch.save(optimizer.state_dict(), file := io.BytesIO())
+            state_dict = through_a_file(optimizer.state_dict())
         else:
             save_state(optimizer, f"{folder}/{name}")
         train(rank, world_size, params, optimizer, range(kind.steps, kind.steps + 4))
@@ -86,8 +88,7 @@ def resume_all(rank: int, world_size: int, folder: str | None) -> list[str]:
             group |= {"lr": 0.5, "weight_decay": 0.3}
             group.pop("exp_avg_mask", None)
         if folder is None:
-            file.seek(0)
-            other.load_state_dict(torch.load(file, weights_only=True))
+            other.load_state_dict(state_dict)
         else:
             load_state(other, f"{folder}/{name}")
             save_state(other, f"{folder}/{name}-again")  # right after the load

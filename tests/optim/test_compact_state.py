@@ -1,7 +1,6 @@
 """state="compact": its bytes, and what users see of it."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,30 +96,6 @@ def test_copies_and_state_dicts_go_on(rank: int, world_size: int, stop: int, sav
     assert same(whole, of_copy) and (same(whole, of_load) or saved_as != loaded_as)
     for one, other in zip(params, fresh_params, strict=True):
         assert (one - other).abs().sum() <= 5e-3 * one.numel()
-
-
-@pytest.mark.parametrize("stop", [2, 5])
-@on_ranks(2)
-def test_checkpoints_cross_to_the_other_form_and_to_adamw(
-    rank: int, world_size: int, stop: int, tmp_path: Path
-) -> None:
-
-    def moments(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
-        own = [optimizer.state[p] for p in params if p in optimizer.state]
-        return [entry[key].clone() for entry in own for key in ("exp_avg", "exp_avg_sq")]
-
-    for name, other in (("compact", "float32"), ("float32", "compact")):
-        params, optimizer = make(rank, stop, state=name)
-        hf_compressopt.save_state(optimizer, tmp_path / name)
-        loaded_params, loaded = make(rank, 5, state=other)
-        hf_compressopt.load_state(loaded, tmp_path / name)
-        assert same(moments(params, optimizer), moments(loaded_params, loaded))
-        adamw = torch.optim.AdamW(params)
-        hf_compressopt.load_state(adamw, tmp_path / name)
-        entries = moments(params, adamw)
-        assert len(entries) >= 6 and all(t.isfinite().all() for t in entries)
-        go_on(rank, loaded_params, loaded, range(stop, 7))
-        assert all(p.isfinite().all() for p in loaded_params)
 
 
 @on_ranks(2)

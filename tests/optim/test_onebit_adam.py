@@ -13,22 +13,17 @@ import torch.distributed as dist
 from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam
 from hf_compressopt.kernels import library
 from tests.oracles.cases import (
-    COSINE,
-    MIXED,
-    MIXED_GROUPS,
     ODD,
     Case,
     LambProblem,
     Problem,
     ZeroOneProblem,
-    cosine,
     make_optimizer,
     set_gradients,
 )
 from tests.oracles.steps import (
     bytes_of_a_compressed_step,
     check_low_precision,
-    differences_of_resumes,
     everything,
     problems_of_a_skip,
 )
@@ -294,28 +289,6 @@ def test_low_precision_parameters_follow_float32_moments(rank, world_size, dtype
     options, steps = (ZERO_ONE, 24) if kind is ZeroOneProblem else ({}, 8)
     case = Case("low", [{"shapes": ODD}], {"lr": 0.01, "weight_decay": 0.1, **options}, 3, steps)
     check_low_precision(kind(case, world_size, 0), rank, dtype)
-
-
-RESUMED = Case("resume", MIXED_GROUPS, MIXED, lrs=COSINE)
-RESUMED_ZERO_ONE = Case("mixed", MIXED_GROUPS, {"lr": 0.02, **ZERO_ONE, **MIXED}, steps=24, lrs=cosine(0.02, 24))
-
-
-@pytest.mark.invariant(21)
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full), 3])
-@pytest.mark.parametrize("kind", [LambProblem, ZeroOneProblem])
-@on_ranks()
-def test_resume_is_the_uninterrupted_run(rank, world_size, kind, tmp_path):
-    """Saved in every stage, at its end, and inside a local interval; through files and through state dicts.
-
-    Inside an interval the model's file holds the mean, and not this rank's own parameters.
-    """
-    if kind is ZeroOneProblem:
-        case, stops, others = RESUMED_ZERO_ONE, (2, 3, 8, 15, 18, 20), {"var_freeze_step": 9, "local_step_clipper": 2}
-    else:
-        case, stops, others = RESUMED, (2, 4, 5, 9), {"freeze_step": 7}
-    by_dict = (3, 18) if kind is ZeroOneProblem else (2, 5)
-    problem = kind(case, world_size, 0)
-    assert differences_of_resumes(problem, rank, tmp_path, stops, by_dict, {"lr": 0.5, **others}) == []
 
 
 @pytest.mark.skipif(not library.available(torch.device("cpu")), reason="there is no native library to mix with")
