@@ -1,7 +1,6 @@
 """FusedAdam: torch's numbers, whichever kernels run, and what every user of torch optimizers expects of one."""
 
 import copy
-import io
 import math
 import pickle
 import warnings
@@ -15,6 +14,7 @@ from torch import nn
 
 from hf_compressopt import FusedAdam
 from hf_compressopt.kernels import adam, library
+from tests.support.family import through_a_file
 
 SHAPES = [(7,), (3, 5), (2, 3, 4), (), (1,), (1027,), (0,), (0, 4)]
 STEPS = 10
@@ -98,13 +98,6 @@ def assert_same(one: Any, other: Any) -> None:
 def snapshot(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     states = [value for p in params for value in optimizer.state[p].values()]
     return [tensor.detach().clone() for tensor in [*params, *states]]
-
-
-def through_a_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -692,28 +685,6 @@ def test_resume_is_bit_for_bit(dtype: torch.dtype, kernels: str) -> None:
         assert_same(snapshot(*whole), snapshot(*continued))
         torch.testing.assert_close(state, before, rtol=0, atol=0)
         run((params, optimizer), steps=[at])
-
-
-@pytest.mark.parametrize("fault", ["groups", "shape", "amsgrad", "another optimizer"])
-def test_state_dict_that_does_not_fit_changes_nothing(fault: str) -> None:
-    params = parameters()
-    optimizer = FusedAdam(params, lr=0.01)
-    run((params, optimizer), steps=[0])
-    state = copy.deepcopy(optimizer.state_dict())
-    if fault == "groups":
-        state["param_groups"][0]["params"] = [0]
-    elif fault == "shape":
-        state["state"][1]["exp_avg"] = torch.zeros(4, 3)
-    elif fault == "amsgrad":
-        state["param_groups"][0]["amsgrad"] = True
-    else:
-        state["state"][1] = {"momentum_buffer": torch.zeros(3, 5)}
-    before = snapshot(params, optimizer)
-    optimizer.param_groups[0]["lr"] = 0.25
-    with pytest.raises(ValueError):
-        optimizer.load_state_dict(state)
-    assert_same(snapshot(params, optimizer), before)
-    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_nothing_is_kept_alive(kernels: str) -> None:

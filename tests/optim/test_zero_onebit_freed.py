@@ -25,7 +25,7 @@ from tests.oracles.steps import same
 from tests.support.ddp_runs import CLIP, FREEZE, STEPS, Net, backward, end_step, loss_of, make, scaler_of
 from tests.support.family import assign, go_on
 from tests.support.family import make as make_by_hand
-from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
+from tests.support.harness import on_ranks, same_on_all_ranks
 from tests.support.spreading import Share
 
 ZERO = {"zero_stage": 2}
@@ -241,26 +241,6 @@ def test_stages_1_and_2_load_each_other(rank: int, world_size: int, tmp_path: Pa
                     go_on(rank, *pair, range(stop, stop + 3))
     if world_size == 3:
         dist.barrier()
-
-
-def save_here(rank: int, world_size: int, folder: str) -> None:
-    for stop in (2, 5):
-        save_state(make_by_hand(rank, stop, **ZERO)[1], f"{folder}/{stop}")
-
-
-def elastic(rank: int, world_size: int, folder: str) -> None:
-    for stop in (2, 5):
-        params, optimizer = make_by_hand(rank, 0, **ZERO)
-        load_state(optimizer, f"{folder}/{stop}")
-        go_on(rank, params, optimizer, range(stop, stop + 3))
-        assert same_on_all_ranks(params) and all(p.isfinite().all() for p in params)
-
-
-@pytest.mark.invariant(22)
-def test_another_number_of_ranks(tmp_path: Path) -> None:
-    run_ranks(3, save_here, str(tmp_path))
-    for ranks in (1, 2, 4):
-        run_ranks(ranks, elastic, str(tmp_path))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,7 +1,6 @@
 """Gradients in ZeroOptimizer: graphs of all kinds, faults, overlap, memory, groups."""
 
 import copy
-import io
 import os
 import pickle
 import time
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_compressopt import GradScaler, ZeroOptimizer
 from hf_compressopt.collectives import exchange
 from hf_compressopt.flat import FLOAT_BYTES
+from tests.support.family import through_a_file
 from tests.support.harness import _pool, on_ranks, run_ranks, run_ranks_expecting_error, run_ranks_of_which_one_dies
 from tests.support.trainer_runs import same_on_all_ranks
 from tests.support.zero_runs import (
@@ -279,13 +279,11 @@ def test_groups_added_later_closures_schedulers_and_hooks(rank: int, world_size:
     assert not list(different(*results))
 
 
-def saved(pair: Any) -> Any:
-    torch.save(pair, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda pair: pickle.loads(pickle.dumps(pair)), "torch.save": saved}
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+    "torch.save": partial(through_a_file, weights_only=False),
+}
 
 
 @pytest.mark.invariant(20)
