@@ -27,8 +27,6 @@ def draw(params: Iterable[torch.Tensor], optimizer: Any, rank: int, step: int) -
         param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
 
 
-# -- a plain loop ------------------------------------------------------------------------------------------------------
-
 SHAPES = [(20, 17), (64,), (0, 3), (130,)]
 
 
