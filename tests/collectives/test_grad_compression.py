@@ -110,9 +110,6 @@ def test_bytes_are_those_of_the_formula_and_what_messages_miss_comes_later(
     assert errors[-1] < 0.3 * errors[0] and errors[-1] < most
 
 
-# -- DDP --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("ddp_options", "options"),
     [
@@ -183,9 +180,6 @@ def test_the_first_message_leaves_before_the_last_gradient_is_there(rank: int, w
         return lambda: None
 
     check_overlap(events_of_backward(attach))
-
-
-# -- state and refusals -----------------------------------------------------------------------------------------------
 
 
 @on_ranks(3)
