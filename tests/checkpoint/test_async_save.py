@@ -259,9 +259,6 @@ def test_a_save_in_an_exit_handler_that_can_start_no_thread_is_done_at_once(
     wait_for_saves()  # it was told
 
 
-# -- saves that are under way, or begin, when a process of several ranks ends -----------------------------------------
-
-
 SCRIPT = textwrap.dedent(
     """
     import atexit, os, sys, time

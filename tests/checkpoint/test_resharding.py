@@ -399,9 +399,6 @@ def test_the_stage_is_that_of_the_checkpoints_schedule(tmp_path: Path) -> None:
         run_ranks(world_size, load_found, str(tmp_path / "found"))
 
 
-# -- memory: a rank grows by the share that it reads, and little more -------------------------------------------------
-
-
 SIDE, COUNT = 1024, 30  # 30 parameters of 4 MiB: with Adam's two moments a checkpoint of 240 MiB
 
 

@@ -275,9 +275,6 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     save_state(optimizer, tmp_path, names=["v", "w"])
 
 
-# -- machines without a shared file system: each has an index and what its ranks need ---------------------------------
-
-
 STEPS = 8
 
 

@@ -13,8 +13,6 @@ from tests.oracles.steps import same
 from tests.support.family import assign, go_on, make
 from tests.support.harness import on_ranks
 
-# -- bytes ------------------------------------------------------------------------------------------------------------
-
 
 def bytes_per_parameter(optimizer: Any) -> float:
     """Bytes of all storages that the state of a run lies in, each counted once."""
@@ -50,9 +48,6 @@ def test_bytes_of_the_state_and_of_the_peak(rank: int, world_size: int) -> None:
     assert max(after[3:]) <= 2.2 + 1.1 / world_size, "after the switch"
     assert max([*before, *after[:3]]) <= 8 + 2.2, "AdamW holds 8"
     assert max(before) <= max(after[:3]) + 0.13, "the switch adds the messages, and nothing else"
-
-
-# -- what users see ---------------------------------------------------------------------------------------------------
 
 
 def values_of(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
