@@ -281,23 +281,36 @@ def test_under_ddp(rank: int, world_size: int) -> None:
     assert "zero_stage=1" in optimizer.describe()
 
 
+@pytest.mark.parametrize("stage", [1, 2])
 @on_ranks(3)
-def test_unusual_groups(rank: int, world_size: int) -> None:
-    """Groups without elements, groups that come later, and a state that moves to another device."""
+def test_unusual_groups(rank: int, world_size: int, stage: int) -> None:
+    """No elements, groups that come later, an optimizer that follows another one, copies, and another device."""
+    zero: dict[str, Any] = {"zero_stage": stage}
     empty = [nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3, 0))]
-    optimizer = OnebitAdam([{"params": empty}, {"params": []}], freeze_step=2, **ZERO)
+    nothing = OnebitAdam([{"params": empty}, {"params": []}], freeze_step=2, **zero)
     others = [nn.Parameter(torch.ones(count)) for count in (2, 3, 4)]
-    mixed = OnebitAdam([{"params": others[:1]}, {"params": others[1:2], "non_freeze": True}], freeze_step=2, **ZERO)
+    replaced = OnebitAdam(others, **zero)
+    mixed = OnebitAdam([{"params": others[:1]}, {"params": others[1:2], "non_freeze": True}], freeze_step=2, **zero)
     mixed.add_param_group({"params": others[2:]})
     assert [state.moments.shards is None for state in mixed._states] == [False, True, False]
     for _ in range(4):
-        for p in (*empty, *others):
-            p.grad = torch.ones_like(p)
-        optimizer.step()
+        sum(p.sum() for p in (*empty, *others)).backward()
+        assert [p.grad is None for p in (*others, *empty)] == [stage == 2, False, stage == 2, stage == 2, stage == 2]
+        nothing.step()
         mixed.step()
+        nothing.zero_grad()
+        mixed.zero_grad()
+    assert stage == 1 or not replaced.freed.have_left  # type: ignore[union-attr]
     assert all(torch.allclose(p, p.new_full((), 1 - 4e-3), atol=1e-5) for p in others)
-    assert all(state.moments.shards is None for state in (*optimizer._states, *mixed._states))
-    (state,) = make(rank, 2, **ZERO)[1]._states
+    assert all(state.moments.shards is None for state in (*nothing._states, *mixed._states))
+    copied_params, copied = copy.deepcopy((others, mixed))
+    for params, optimizer in ((others, mixed), (copied_params, copied)):
+        for _ in range(2):
+            sum(p.sum() * (rank + 1) for p in params).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(others, copied_params)  # type: ignore[arg-type]
+    (state,) = make(rank, 2, **zero)[1]._states
     state.to(torch.device("meta"))
     assert {moment.device.type for moment in state.moments.shards.exp_avg + state.moments.shards.exp_avg_sq} == {"meta"}
 

@@ -392,29 +392,7 @@ def test_a_loss_scale_that_is_not_known(rank: int, world_size: int) -> None:
 
 
 @on_ranks(3)
-def test_unusual_groups(rank: int, world_size: int) -> None:
-    """Groups without elements, groups that come later, an optimizer that follows another one, and copies."""
-    empty = [nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3, 0))]
-    nothing = OnebitAdam([{"params": empty}, {"params": []}], freeze_step=2, **ZERO)
-    others = [nn.Parameter(torch.ones(count)) for count in (2, 3, 4)]
-    replaced = OnebitAdam(others, **ZERO)
-    mixed = OnebitAdam([{"params": others[:1]}, {"params": others[1:2], "non_freeze": True}], freeze_step=2, **ZERO)
-    mixed.add_param_group({"params": others[2:]})
-    for _ in range(4):
-        sum(p.sum() for p in (*empty, *others)).backward()
-        assert [p.grad is None for p in others] == [True, False, True] and all(p.grad is None for p in empty)
-        nothing.step()
-        mixed.step()
-        mixed.zero_grad()
-    assert not replaced.freed.have_left  # type: ignore[union-attr]
-    assert all(torch.allclose(p, p.new_full((), 1 - 4e-3), atol=1e-5) for p in others)
-    copied_params, copied = copy.deepcopy((others, mixed))
-    for params, optimizer in ((others, mixed), (copied_params, copied)):
-        for _ in range(2):
-            sum(p.sum() * (rank + 1) for p in params).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert same(others, copied_params)  # type: ignore[arg-type]
+def test_a_process_group_of_its_own(rank: int, world_size: int) -> None:
     own, ends = dist.new_group(list(range(world_size))), []
     for stage in (1, 2):
         params = [nn.Parameter(torch.arange(1.0, 40)), nn.Parameter(torch.arange(1.0, 30))]
