@@ -79,7 +79,7 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
 def on_ranks(
     work: Callable[..., Any], ranks: int, *arguments: Any, threads: int = 1, folder: Path | None = None
 ) -> Any:
-    """Call work(rank, folder, ...) in a process for each gloo rank, all with a temporary folder. Returns the results."""
+    """Call work(rank, folder, ...) on ranks of gloo, all with one temporary folder. Returns what each returned."""
     import multiprocessing
 
     import torch.multiprocessing as mp
