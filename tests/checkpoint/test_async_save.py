@@ -191,8 +191,6 @@ def test_a_folder_that_cannot_be_is_told_at_once_on_all_ranks(tmp_path: Path) ->
 
 @on_ranks(2)
 def test_a_rank_without_memory_for_its_copy_is_heard_of_on_all(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Rank 1 has none for its copy: all hear of it at the end, and of the earlier checkpoint nothing is lost."""
-
     def take(*_: Any) -> Any:
         raise MemoryError("no room for a copy")
 
@@ -259,9 +257,6 @@ def test_a_save_in_an_exit_handler_that_can_start_no_thread_is_done_at_once(
     with no_room(), pytest.raises(OSError, match="File too large"):
         async_save_state(optimizer, tmp_path / "other")
     wait_for_saves()  # it was told
-
-
-# -- saves that are under way, or begin, when a process of several ranks ends -----------------------------------------
 
 
 SCRIPT = textwrap.dedent(

@@ -112,9 +112,6 @@ def test_bytes_are_those_of_the_formula_and_what_messages_miss_comes_later(
     assert errors[-1] < 0.3 * errors[0] and errors[-1] < most
 
 
-# -- DDP --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("ddp_options", "options"),
     [
@@ -132,7 +129,6 @@ def test_bytes_are_those_of_the_formula_and_what_messages_miss_comes_later(
 def test_the_hook_has_the_bits_of_the_plain_loop(
     rank: int, world_size: int, ddp_options: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """Train by the hook, and beside it without DDP by average_gradients()."""
     given = dict(options)
     nets = [make_net(given.get("dtype", torch.float32)) for _ in range(2)]
     given.pop("dtype", None)
@@ -163,7 +159,6 @@ def not_finite(rank: int, world_size: int, bad: float, steps: list[int]) -> Grad
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @on_ranks(3)
 def test_a_value_that_is_not_finite_reaches_all_and_changes_no_error(rank: int, world_size: int, bad: float) -> None:
-    """The run goes on as if these steps had never been taken."""
     spoilt, well = (not_finite(rank, world_size, bad, steps) for steps in ([0, 1, 2, 3, 4], [0, 3, 4]))
     assert (spoilt.skipped_steps, well.skipped_steps) == (2, 0)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(spoilt.params, well.params, strict=True))
@@ -187,9 +182,6 @@ def test_the_first_message_leaves_before_the_last_gradient_is_there(rank: int, w
         return lambda: None
 
     check_overlap(events_of_backward(attach))
-
-
-# -- state and refusals -----------------------------------------------------------------------------------------------
 
 
 @on_ranks(3)

@@ -35,7 +35,6 @@ def parameters(rank: int) -> list[nn.Parameter]:
 def test_a_run_of_a_compressed_optimizer_sends_so_many_times_fewer_bytes(
     rank: int, world_size: int, name: str, times: int
 ) -> None:
-    """Counted in steps of each stage."""
     optimizer = getattr(hf_compressopt, name)(parameters(rank), lr=1e-3, warmup_bits=4)
     optimizer.scale_schedule(STEPS, given=[])
     last = optimizer.schedule.last_warmup_step  # no step of the warmup stage comes after it

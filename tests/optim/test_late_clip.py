@@ -29,7 +29,6 @@ FIRST = FREEZE + 2  # step, counted from 1, whose messages are the first to leav
 
 
 def tensors_of(net: nn.Module, optimizer: OnebitAdam) -> list[torch.Tensor]:
-    """Parameters, moments and errors."""
     found = [p.detach() for p in net.parameters()]
     for state in optimizer._states:
         found += [state.worker_error, state.server_error]
@@ -247,10 +246,7 @@ SETTINGS = [(False, False), (True, False), (False, True)]
 def test_messages_count_only_for_the_gradients_that_they_were_made_from(
     rank: int, world_size: int, place: int, rest: bool
 ) -> None:
-    """Gradients that are changed, replaced or given up after their messages have left, against clip="sketch".
-
-    Each case in one setting, and in the long tests in the others.
-    """
+    """Gradients changed, replaced or given up after their messages have left, against clip="sketch"."""
     views, scaled = SETTINGS[place]
     for name in Share(place, len(SETTINGS), rest).of(BETWEEN):
         act, runs = BETWEEN[name], []
@@ -276,7 +272,6 @@ def test_messages_count_only_for_the_gradients_that_they_were_made_from(
 
 @on_ranks(2)
 def test_clipping_by_parts_does_not_overlap(rank: int, world_size: int) -> None:
-    """Gradients that are clipped by the norm of a part of them do not leave early."""
     ddp, _, optimizer = attached("late")
     for step in range(STEPS):
         backward(ddp, rank, step)
