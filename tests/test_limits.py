@@ -19,9 +19,9 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 TOTALS = {
     "modules of the package": 91,
-    "lines of the package": 25_005,
-    "lines of tests": 29_065,
-    "lines of scripts": 4_753,
+    "lines of the package": 25_209,
+    "lines of tests": 28_519,
+    "lines of scripts": 4_642,
 }
 CALLED = {"OnebitAdam": 15, "ZeroOneAdam": 17, "OnebitLamb": 15, "DDP, int4 gradients": 15, "ZeRO-2": 17}
 
