@@ -60,16 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             runpy.run_module(target[0], run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(target[0], run_name="__main__")
-    except (ValueError, TypeError) as error:
-        if not _refuses_options(error):
+    except ValueError as error:
+        if not _refuses_an_option(error):
             raise
         _tell(error)
         return 2
     return 0
 
 
-def _refuses_options(error: Exception) -> bool:
-    """Whether the package refuses an option, whose message says everything: the traceback tells a user nothing."""
+def _refuses_an_option(error: ValueError) -> bool:
+    """Return whether the package raised the error where it reads options: the message alone tells what to do then."""
     codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     package = os.path.dirname(__file__) + os.sep
     ours = [code.co_name for code in codes if code.co_filename.startswith(package)]
@@ -77,11 +77,12 @@ def _refuses_options(error: Exception) -> bool:
     return codes[-1].co_filename.startswith(package) and (not reads.isdisjoint(ours) or ours[-1] == "_train")
 
 
-def _tell(error: Exception) -> None:
-    """Print a refusal once, on rank 0, and leave it for torchrun's report, which ends what torchrun prints."""
-    if os.environ.get("RANK", "0") == "0":
+def _tell(error: ValueError) -> None:
+    """Print a refusal, on rank 0 alone under torchrun, whose report at the end names it for each rank."""
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not report or os.environ.get("RANK", "0") == "0":
         print(f"[hf_compressopt] {error}", file=sys.stderr)
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if report:
         with open(report, "w") as file:
             told = {"py_callstack": str(error), "timestamp": str(int(time()))}
             json.dump({"message": {"message": str(error), "extraInfo": told}}, file)

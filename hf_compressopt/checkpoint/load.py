@@ -65,13 +65,13 @@ def load(
 
 
 def _warn_of_topology(header: Header, communicator: Communicator) -> None:
-    """Say that a run does not go on bit for bit, because ranks exchange in another topology than before."""
+    """Warn of a topology other than that of the run that saved: the resumed run has other bits."""
     saved, mine = header.values.get(NODE_SIZE, 1), communicator.topology.node_size
     known = header.title in (*COMPRESSED, "GradientCompression")
     if known and saved != mine and header.values["world_size"] == communicator.world_size and communicator.rank == 0:
         logger.warning(
-            "the checkpoint was saved with %d rank(s) per node in the exchange, and this run has %d: it goes on, but "
-            "not bit for bit. Give topology='%s' for that",
+            "the checkpoint was saved with a node_size of %d, and this run has %d: the run is resumed, but not bit for "
+            "bit. For equal bits give topology='%s'",
             saved,
             mine,
             TWO_LEVELS if saved > 1 else FLAT,

@@ -211,7 +211,7 @@ class LowBitState(State):
 class CompressionState(LowBitState):
     """The state of a GradientCompression: one flat tensor for each rank's own errors, and one for the servers'.
 
-    They are stored as they lie in memory. Ranks or buckets of other numbers decode errors of 8 bits.
+    They are stored as they lie in memory. Errors of 8 bits are decoded for another number of ranks or other buckets.
     """
 
     def __init__(self, compression: GradientCompression) -> None:
@@ -245,8 +245,8 @@ class CompressionState(LowBitState):
 class FSDPState(LowBitState):
     """The state of an FSDPCompression: for each parameter the worker error of each replica, and the servers' errors.
 
-    They are float32 values in the order of the parameter's elements, which meshes of any size can load. Without
-    replicas each rank has worker errors of all elements, and there are no servers' errors.
+    They are float32 values in the order of the parameter's elements, which meshes of any size can load. A model
+    without replicas has no servers' errors; each rank has worker errors for all elements.
     """
 
     def __init__(self, compression: FSDPCompression) -> None:

@@ -131,15 +131,18 @@ def check_taken(name: str, args: OptimArgs, taken: dict[str, Any], source: str) 
             raise ValueError(_unknown(name, key, _legal(name, zero=bool(args.zero))))
 
 
+#: What --optim_args takes beside the options of an optimizer.
+_ASYNC_SAVE: Options = {"async_save": ((bool,), False)}
+_GRAD_COMPRESSION: Options = {"grad_compression": ((str,), "none")}
+_ZERO_STAGE: Options = {"zero_stage": ((int,), 0)}
+
+
 def _legal(name: str, *, zero: bool) -> Options:
     """The options that --optim_args may have for an optimizer."""
     found = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
     found |= {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if zero and key != "stage"}
-    if zero or name in ALGORITHMS:
-        found["async_save"] = (bool,), False
-    else:
-        found |= {"grad_compression": ((str,), "none"), **_of_messages()}
-    return found if name in ALGORITHMS or name in ZERO_NAMES else found | {"zero_stage": ((int,), 0)}
+    found |= _ASYNC_SAVE if zero or name in ALGORITHMS else _GRAD_COMPRESSION | _of_messages()
+    return found if name in ALGORITHMS or name in ZERO_NAMES else found | _ZERO_STAGE
 
 
 def _of_messages() -> Options:
@@ -148,41 +151,31 @@ def _of_messages() -> Options:
     return {option.name: known[option.name] for option in fields(MessageOptions)}
 
 
-#: What --optim_args takes beside the options of an optimizer.
-_OF_TRAINER = {
-    "async_save": (False, "Save checkpoints in the background."),
-    "grad_compression": ("none", '"int4" or "int8": average gradients in messages of 4 or 8 bits per element.'),
-    "zero_stage": (0, "1 or 2: partition the optimizer among the ranks; 0 is off."),
-}
-
-
 def _list_options(name: str) -> Iterator[str]:
     """Yield the options that --optim_args may have for an optimizer, one a line, with default and meaning."""
     yield f'--optim {name} --optim_args "option=value,option=value"'
     if name in OPTIMIZERS:
         yield from _lines(text_options(OPTIMIZERS[name]), options_of(OPTIMIZERS[name]))  # type: ignore[arg-type]
-    indent, zero = "", text_options(ZeroOptimizer)
+    indent, zero, plugin = "", text_options(ZeroOptimizer), options_of(CompressOptPlugin)
     if name not in ALGORITHMS and name not in ZERO_NAMES:
-        yield _line("grad_compression", *_OF_TRAINER["grad_compression"])
+        yield from _lines(_GRAD_COMPRESSION, plugin)
         known = {"state": options_of(GradientCompression)["state"]}
         indent = "  "  # what goes with the option above
         yield from (indent + line for line in _lines(_of_messages(), options_of(ZeroOptimizer) | _SHARED | known))
-        yield _line("zero_stage", *_OF_TRAINER["zero_stage"])
+        yield from _lines(_ZERO_STAGE, plugin)
     if name not in ALGORITHMS:
         del zero["stage"]
         yield from (indent + line for line in _lines(zero, options_of(ZeroOptimizer)))
-    yield indent + _line("async_save", *_OF_TRAINER["async_save"])
+    yield from (indent + line for line in _lines(_ASYNC_SAVE, plugin))
 
 
 def _lines(found: Options, described: dict[str, Option]) -> Iterator[str]:
-    return (_line(key, found[key][1], described[key].help) for key in found if key not in ACCEPTED)
-
-
-def _line(key: str, default: Any, meaning: str) -> str:
-    """An option, its default and the first sentence of its description."""
-    words = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", meaning.split(". ")[0]).replace("``", "").rstrip(".")
-    value = str(default).removeprefix("torch.")
-    return f"  {f'{key}={value if isinstance(default, (str, torch.dtype)) else value.lower()}':32} {words}"
+    """Yield options, each with its default and the first sentence of its description."""
+    for key in (key for key in found if key not in ACCEPTED):
+        meaning, default = described[key].help.split(". ")[0], found[key][1]
+        words = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", meaning).replace("``", "").rstrip(".")
+        value = str(default).removeprefix("torch.")
+        yield f"  {f'{key}={value if isinstance(default, (str, torch.dtype)) else value.lower()}':32} {words}"
 
 
 def _unknown(name: str, key: str, legal: Options) -> str:
@@ -309,8 +302,8 @@ class CompressOptPlugin:
         bucket_cap_mb: MiB of float32 values that are sent together, > 0. None is 25, and with grad_compression the size
             of DDP's own buckets.
         communicator: "auto", or the name of a torch.distributed backend.
-        zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it, and ``optimizer`` is
-            "none" unless it is given. With "onebit_adam" it is that optimizer's option, and with 2 models get no DDP.
+        zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it. ``optimizer`` is "none"
+            then, unless it is given. With "onebit_adam" it is that optimizer's option, and with 2 models get no DDP.
             Not supported with the other two. 0 is off.
         gradient_as_bucket_view: Whether gradients that travel in the messages of this package lie in DDP's own buckets:
             DDP's option of that name, which saves a copy of all gradients. False leaves DDP's option as it is.

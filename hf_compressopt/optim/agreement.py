@@ -355,7 +355,7 @@ class StepGradients:
         return math.isfinite(self.square_norm())
 
     def may_be_used(self) -> bool:
-        """Return whether the gradients are finite, or nobody knows yet."""
+        """Return whether the gradients are finite, True while the norm is not read."""
         return (self._square is None and self.unread is not None) or self.is_finite()
 
     def clip_(self, max_norm: float, *, in_place: bool) -> float | Tensor:

@@ -36,7 +36,7 @@ from hf_compressopt.optim.group import (
     mean_variance_norm,
 )
 from hf_compressopt.optim.late import LATE_CLIP, EarlyMessages
-from hf_compressopt.optim.math import adam_step_
+from hf_compressopt.optim.math import adam_step_, in_float32
 from hf_compressopt.optim.options import (
     check_at_least,
     check_count,
@@ -453,7 +453,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
         norm = self._consensus.clip_(self._begin_step(), max_norm, parameters)
-        return torch.as_tensor(norm, dtype=torch.float32, device=self.communicator.device)
+        if isinstance(norm, Tensor):
+            return norm.float()
+        return torch.full((), in_float32(norm), dtype=torch.float32, device=self.communicator.device)
 
     def skip_step(self) -> None:
         """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""

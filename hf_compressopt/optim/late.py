@@ -72,31 +72,40 @@ class Backward:
     @property
     def square(self) -> float:
         """The sum of squares of sent gradients, without loss scale, if they are clipped; in any order, in one fetch."""
-        return math.fsum(torch.stack(self._squares).tolist()) if self._squares else 0.0
+        squares = [square.to(self._squares[0].device) for square in self._squares]
+        return math.fsum(torch.stack(squares).tolist()) if squares else 0.0
 
     def coefficient(self) -> float:
-        """Return the clip coefficient of gradients that grow by less than twice."""
+        """Return the clip coefficient of gradients that have not grown."""
         return 1.0 if self._last is None else min(1.0, self._last.max_norm / (self._last.norm + 1e-6))
 
-    def shrink(self, segments: Sequence[Segment], device: torch.device) -> Sequence[Segment]:
-        """Return gradients that are sent now, which carry the loss scale, times what growth takes off the coefficient.
+    def growth(self, segments: Sequence[Segment], device: torch.device) -> Tensor | None:
+        """Return what growth takes off the coefficient of gradients that are sent now, [] float64 on the device.
 
-        Nothing is fetched from the device: where they have not grown, the factor is 1.
+        None if they are not clipped. They carry the loss scale; nothing is fetched.
         """
         if self._last is None:
-            return segments
+            return None
         parts = [segment.part for segment in segments if segment.tensor is not None]
-        self._squares.append(sum_of_squares(parts, device) / self.loss_scale**2)
-        self._total = self._squares[-1] + (0.0 if self._total is None else self._total.to(device))
+        square = sum_of_squares(parts, device) / self.loss_scale**2
+        self._squares.append(square)
+        self._total = square if self._total is None else square + self._total.to(device)
         own, known = self._total.sqrt(), self._last.norm
         norm = known * own / self._usual if self._usual > 0 else own
         coefficient = torch.clamp(self._last.max_norm / (norm + 1e-6), max=1.0)
-        factor = torch.where(own > GROWTH * self._usual, coefficient / self.coefficient(), 1.0).float()
-        smaller = iter(torch._foreach_mul(parts, factor) if parts else ())
-        return [
-            segment if segment.tensor is None else replace(segment, tensor=next(smaller), start=0)
-            for segment in segments
-        ]
+        return torch.where(own > GROWTH * self._usual, coefficient / self.coefficient(), 1.0)
+
+
+def reads_at_once(device: torch.device) -> bool:
+    """Return whether the host reads numbers of the device without waiting for work that is queued there."""
+    return device.type == "cpu"
+
+
+def _times(segments: Sequence[Segment], factor: Tensor) -> list[Segment]:
+    """Return copies of gradients times a number of their device."""
+    parts = [segment.part for segment in segments if segment.tensor is not None]
+    products = iter(torch._foreach_mul(parts, factor.float()) if parts else ())
+    return [s if s.tensor is None else replace(s, tensor=next(products), start=0) for s in segments]
 
 
 @dataclass(frozen=True)
@@ -267,8 +276,13 @@ class EarlyMessages:
     def message(self, state: GroupState, bucket: Bucket, grads: Grads) -> Combination:
         """Return what is sent of a bucket, (1): of gradients with the loss scale."""
         z = self._prepare(self._plan, state, bucket, grads)
-        beta = z.beta * self.backward.coefficient() / self.backward.loss_scale
-        return replace(z, beta=beta, grads=self.backward.shrink(z.grads or (), state.device))
+        beta, segments = z.beta * self.backward.coefficient() / self.backward.loss_scale, z.grads or ()
+        growth = self.backward.growth(segments, state.device)
+        if growth is None:
+            return replace(z, beta=beta)
+        if reads_at_once(growth.device):  # which takes less than a pass over the gradients
+            return replace(z, beta=beta * float(growth))
+        return replace(z, beta=beta, grads=_times(segments, growth))
 
     def keep(self, key: Key, early: Early | None) -> None:
         """Record a sent message (None) or its result, unless the message has been dropped."""

@@ -208,7 +208,7 @@ def clipped_step(net: Any, optimizer: torch.optim.Optimizer, rank: int, step: in
 
 
 def check_resume(rank: int, started: Callable[..., tuple[Any, FSDPCompression, Any]], folder: str = "") -> None:
-    """Compare a run that resumes, from files or state dicts, with one that goes on; gradients are clipped."""
+    """Compare a resumed run with an uninterrupted one. Both clip gradients."""
     net, compression, optimizer = started()
     again, resumed, other = started(seed=7)
     for step in range(4):

@@ -62,7 +62,6 @@ def test_help_prints_every_option_on_a_line_and_ends(
 
 @on_ranks(2)
 def test_the_state_of_compressed_gradients_reaches_them(rank: int, world_size: int, tmp_path: Path) -> None:
-    """The only way to it was a loop of one's own."""
     for text, compact in (("", True), (",state=float32", False)):
         trainer = make_trainer(rank, world_size, Run({"optim_args": f"grad_compression=int4{text}", "max_steps": 1}))
         trainer.train()

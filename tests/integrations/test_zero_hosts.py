@@ -1,4 +1,4 @@
-"""Partitioned optimizers in Trainer and Accelerate: ZeRO, its small messages, and OnebitAdam under ZeRO."""
+"""ZeroOptimizer, with and without compressed messages, and OnebitAdam under ZeRO, in Trainer and Accelerate."""
 
 import json
 import os

@@ -230,7 +230,7 @@ LOCAL, CONNECTED = (Case("skip", groups, {"lr": 0.02, **ZERO_ONE}, steps=24) for
 )
 @on_ranks()
 def test_gradient_that_is_not_finite_skips_the_step_everywhere(rank, world_size, kind, case, steps, clip):
-    """The run goes on as if the step had never been; one rank's local NaN is enough in the compressed stage."""
+    """All ranks skip the step and change nothing. In the compressed stage a NaN on one rank is enough."""
     for bad_step, bad in steps.items():
         problem = kind(case, world_size, 0)
         assert problems_of_a_skip(problem, rank, bad_step, float(bad), clip) == []
