@@ -41,7 +41,6 @@ CombinationRecord = _record(
     factors=c_void_p,
     alpha=c_float,
     beta=c_float,
-    rest=c_void_p,
 )
 AverageRecord = _record(
     "co_average",

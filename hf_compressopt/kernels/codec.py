@@ -10,11 +10,10 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from hf_compressopt.flat import chunk_numel
-from hf_compressopt.kernels import library, native, reference, selfcheck
+from hf_compressopt.kernels import library, reference, selfcheck
 from hf_compressopt.kernels.errors import Errors
 from hf_compressopt.kernels.messages import Code, IntegerCode, SignCode
-from hf_compressopt.kernels.operands import AnyAverage, Average, Combination, Commit, IntegerAverage, Segment
+from hf_compressopt.kernels.operands import AnyAverage, Average, Combination, IntegerAverage, Segment
 
 
 def on(where: torch.device | Tensor) -> Any:
@@ -88,10 +87,6 @@ class MessageFormat(Code, Generic[AnyAverage]):
         """Write the values of an average: out <- y. out: [n] float32, written."""
         on(out).decompress_(y, out)
 
-    def commit_(self, commit: Commit[AnyAverage]) -> None:
-        """Finish a step: error <- z + error - the values of ``own``; outputs <- y * output_scale."""
-        on(commit.own).commit_(self, commit)
-
 
 class SignFormat(SignCode, MessageFormat[Average]):
     """Signs, and a scale per block. See :class:`~hf_compressopt.kernels.messages.SignCode`."""
@@ -99,16 +94,6 @@ class SignFormat(SignCode, MessageFormat[Average]):
     def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> Average:
         """See :meth:`MessageFormat.average`."""
         return Average(numel, None, messages, world_size, self.scale_block, stride)
-
-    def commit_(self, commit: Commit[Average]) -> None:
-        """See :meth:`MessageFormat.commit_`.
-
-        Raises:
-            ValueError: If there are outputs: the optimizers' kernels read the average itself.
-        """
-        if commit.outputs:
-            raise ValueError(f"signs are written to no outputs, got {len(commit.outputs)}")
-        super().commit_(commit)
 
 
 class IntegerFormat(IntegerCode, MessageFormat[IntegerAverage]):
@@ -136,7 +121,7 @@ def all_finite(y: Average) -> Tensor:
     Raises:
         ValueError: If the average is not in messages.
     """
-    return _largest_scale(y).isfinite()
+    return reference.largest_scale(y).isfinite()
 
 
 def any_nan(*averages: IntegerAverage) -> Tensor:
@@ -145,24 +130,5 @@ def any_nan(*averages: IntegerAverage) -> Tensor:
     Returns:
         [] bool, on the device of the messages.
     """
-    where = averages[0].messages
-    if on(where) is native and library.has("co_any_nan", where.device):
-        return native.any_nan(*averages)
-    return torch.stack([_largest_scale(y) for y in averages]).isnan().any()
-
-
-def _largest_scale(y: Average | IntegerAverage) -> Tensor:
-    """Return the largest scale, [], NaN if one is: in one reduction of all whole chunks, and one of the last."""
-    if y.messages is None:
-        raise ValueError("an average in messages is needed, got values")
-    code, each = y.code, chunk_numel(y.numel, y.world_size)
-    found = [torch.zeros((), dtype=code.scale_dtype, device=y.messages.device)] if y.numel == 0 else []
-    whole = y.numel // each if each else 0
-    if whole:
-        (first, count), size = code.scales_at(each), code.scale_dtype.itemsize
-        scales = y.messages[: y.messages.numel() // size * size].view(code.scale_dtype)
-        place = scales.storage_offset() + first // size
-        found.append(scales.as_strided((whole, count), (y.stride // size, 1), place).amax())
-    if rest := y.numel - whole * each:
-        found.append(code.scales(y.messages[whole * y.stride :], rest).amax())
-    return found[0] if len(found) == 1 else torch.maximum(*found)
+    found: Tensor = on(averages[0].messages).any_nan(*averages)
+    return found

@@ -22,7 +22,7 @@ import torch
 VARIABLE = "HF_COMPRESSOPT_KERNELS"
 CHOICES = ("native", "reference")
 
-_ABI_VERSIONS = {"cpu": (6, 7), "cuda": (7,)}  # 7 takes the memory of CUDA kernels from the caller
+_ABI_VERSION = 8
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
 _DEVICE_ERROR = 3  # co_status of a failure that may pass
@@ -46,7 +46,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_mean_integers": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_float],
     "co_add_integers": [c_void_p, c_void_p, c_int64, c_float, c_float],
     "co_decode_integers": [c_void_p, c_void_p],
-    "co_commit_integers": [c_void_p] * 5 + [c_int64, c_float],
+    "co_any_nan": [c_void_p, c_void_p],
     "co_apply_adam": [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p],
     "co_local_step": [c_void_p] * 5 + [c_int64, c_int64, c_float, c_float, c_void_p],
     "co_sync_parameters": [c_void_p] * 6 + [c_int64, c_float, c_void_p],
@@ -56,11 +56,6 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_square_sums": [c_void_p, c_int64, c_void_p],
     "co_sketch": [c_void_p, c_int64, c_int64, c_uint64, c_void_p, c_void_p],
     "co_copy": [c_void_p, c_void_p, c_int64],
-}
-_EXTRA_ARGUMENTS: dict[str, list[Any]] = {  # what a library may lack
-    "co_any_nan": [c_void_p, c_void_p],
-    "co_compress_only": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
-    "co_commit": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
 }
 
 
@@ -141,11 +136,6 @@ def use_instruction_set(name: str) -> None:
     """
     library = _library("cpu")
     _check(library, library.co_use_instruction_set(name.encode()))
-
-
-def has(function: str, device: torch.device) -> bool:
-    """Return whether the library of a device has a function."""
-    return hasattr(_library(device.type), function)
 
 
 def call(function: str, device: torch.device, *arguments: Any) -> None:
@@ -263,10 +253,9 @@ def _library(device_type: str) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise RuntimeError(f"{path} cannot be loaded: {error}") from error
-    if (version := library.co_abi_version()) not in (known := _ABI_VERSIONS[device_type]):
-        raise RuntimeError(f"{path} has version {version} of the interface, needed is {known[-1]}: build it again")
-    functions = _ARGUMENTS | {name: types for name, types in _EXTRA_ARGUMENTS.items() if hasattr(library, name)}
-    for name, arguments in functions.items():
+    if (version := library.co_abi_version()) != _ABI_VERSION:
+        raise RuntimeError(f"{path} has version {version} of the interface, needed is {_ABI_VERSION}: build it again")
+    for name, arguments in _ARGUMENTS.items():
         getattr(library, name).argtypes = [*arguments, c_void_p]
     library.co_instruction_set.restype = library.co_last_error.restype = ctypes.c_char_p
     return library

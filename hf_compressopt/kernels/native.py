@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels.c_abi import DTYPES, Operands, address, bytes_of, mark_written
-from hf_compressopt.kernels.errors import Errors, keep_errors_, like_errors, values_of_errors
-from hf_compressopt.kernels.library import call, has
+from hf_compressopt.kernels.errors import Errors, like_errors
+from hf_compressopt.kernels.library import call
 from hf_compressopt.kernels.memory import dense_values
 from hf_compressopt.kernels.messages import AnyCode, IntegerCode
 from hf_compressopt.kernels.operands import (
     AdamUpdate,
     Average,
     Combination,
-    Commit,
     IntegerAverage,
     LambMoments,
     LambOptions,
@@ -49,9 +48,6 @@ def compress_(
         old = use.errors("error", error, world_size, written=False)
         new = None if new_error is None else use.errors("new_error", new_error, world_size)
         call("co_compress_integers", use.device, values, old, new, written, z.numel, code.bits, world_size)
-    elif new_error is None and has("co_compress_only", use.device):
-        old = use.errors("error", error, world_size, written=False)
-        call("co_compress_only", use.device, values, old, written, z.numel, code.scale_block or 0, world_size)
     else:
         place = like_errors(error) if new_error is None else new_error  # alive until the call has been made
         new = _updated(use, error, place, world_size)
@@ -89,33 +85,6 @@ def _tensor(error: Errors) -> Tensor:
     return error if isinstance(error, Tensor) else error.messages
 
 
-def commit_(code: AnyCode, commit: Commit[Average] | Commit[IntegerAverage]) -> None:
-    """See the reference."""
-    z, y, error, outputs = commit.z, commit.y, commit.error, commit.outputs
-    if z.numel != y.numel:
-        raise ValueError(f"z and y must have as many elements, got {z.numel} and {y.numel}")
-    use = Operands(error.device, y.numel)
-    own = use.read("own", commit.own, torch.uint8, code.sizes(y.numel, y.world_size)[1])
-    errors = use.errors("error", error, y.world_size)
-    if isinstance(y, IntegerAverage):
-        if z.grads is not None and [(s.numel, s.index) for s in z.grads] != [(s.numel, s.index) for s in outputs]:
-            raise ValueError("outputs must have segments of the same lengths and indices as the gradients of z")
-        table, count, _ = use.segments("outputs", outputs)
-        operands = use.combination(z), errors, own, use.average(y), table, count, commit.output_scale
-        call("co_commit_integers", use.device, *operands)
-    elif has("co_commit", use.device):
-        block = y.scale_block or 0
-        call("co_commit", use.device, use.combination(z), errors, own, y.numel, block, y.world_size)
-    elif y.numel:  # composed of other kernels and of torch
-        u, sent = (torch.empty(y.numel, dtype=torch.float32, device=use.device) for _ in range(2))
-        combine_(z, u)
-        u += values_of_errors(error)
-        stride = code.sizes(y.numel, y.world_size)[0][0]  # of all chunks but the last that has elements
-        decompress_(Average(y.numel, None, commit.own, y.world_size, y.scale_block, stride), sent)
-        keep_errors_(error, u.sub_(sent))
-    mark_written([_tensor(error)], outputs)
-
-
 def mean_(code: IntegerCode, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:
     """See the reference."""
     use = Operands(out.device, out.numel())
@@ -141,7 +110,7 @@ def decompress_(y: Average | IntegerAverage, out: Tensor) -> None:
 
 
 def any_nan(*averages: IntegerAverage) -> Tensor:
-    """Return whether a block of some averages is not finite, [] bool, from its scales. Where there is co_any_nan."""
+    """See the reference."""
     device = averages[0].messages.device
     found = torch.empty(len(averages), dtype=torch.bool, device=device)
     for number, y in enumerate(averages):

@@ -274,7 +274,6 @@ KERNELS = {  # of a bucket
     "apply": lambda c: cases.check_apply_adam(CPU, 9001, 5, chunks=3, log=c),
     "compress integers": lambda c: cases.check_compress(CPU, INTEGERS, 9001, 3, segments=5, compact=c),
     "average integers": lambda c: cases.check_average_compress(CPU, INTEGERS, 9001, 8, compact=c),
-    "commit integers": lambda c: cases.check_commit(CPU, INTEGERS, 9001, 3, segments=5, compact=c),
     "add integers": lambda c: cases.check_add(CPU, INTEGERS, 9001, 3, segments=5, decay=0.5 * c, scale=2.0),
 }
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_range
-from hf_compressopt.kernels import Combination, Commit, IntegerAverage, IntegerFormat, Segment, any_nan, scales_of
+from hf_compressopt.kernels import Combination, IntegerAverage, IntegerFormat, Segment, any_nan, scales_of
 from hf_compressopt.kernels.messages import chunk_integer_message_nbytes, integer_message_nbytes
 
 pytestmark = pytest.mark.usefixtures("implementation")
@@ -202,7 +202,7 @@ def test_steps_of_several_ranks_lose_nothing(bits: int, world_size: int) -> None
         zs = [Combination(numel, CPU, grads=[Segment(grad, 0, numel, 0)], beta=0.25) for grad in grads]
         outgoing = [torch.zeros(sum(sizes), dtype=torch.uint8) for _ in range(world_size)]
         for z, error, messages in zip(zs, errors, outgoing, strict=True):
-            IntegerFormat(bits).compress_(z, error, messages, world_size)
+            IntegerFormat(bits).compress_(z, error, messages, world_size, error)
         gathered = torch.zeros(world_size * sizes[0], dtype=torch.uint8)
         for rank, (start, stop) in enumerate(bounds):
             if start < stop:
@@ -212,8 +212,8 @@ def test_steps_of_several_ranks_lose_nothing(bits: int, world_size: int) -> None
                 IntegerFormat(bits).average_compress_(chunk, server_errors[rank], server_errors[rank], out, world_size)
         y = IntegerAverage(numel, gathered, world_size, bits, sizes[0])
         results = [torch.zeros(numel) for _ in range(world_size)]
-        for z, error, messages, result in zip(zs, errors, outgoing, results, strict=True):
-            IntegerFormat(bits).commit_(Commit(z, error, messages, y, [Segment(result, 0, numel, 0)], output_scale=4.0))
+        for result in results:
+            IntegerFormat(bits).add_(y, [Segment(result, 0, numel, 0)], scale=4.0)
         assert all(torch.equal(result, results[0]) for result in results)
         received += results[0].double()
     left = 4 * (torch.stack([error.double() for error in errors]).mean(0) + torch.cat(server_errors).double())
@@ -221,7 +221,7 @@ def test_steps_of_several_ranks_lose_nothing(bits: int, world_size: int) -> None
 
 
 @BITS
-def test_until_the_commit_a_step_changes_no_error(bits: int) -> None:
+def test_new_errors_elsewhere_leave_the_old_ones(bits: int) -> None:
     grad, error, server_error = normal(700), normal(700, 1), normal(700, 2)
     grad[300] = math.nan
     z = Combination(700, CPU, grads=[Segment(grad, 0, 700, 0)])
@@ -231,26 +231,6 @@ def test_until_the_commit_a_step_changes_no_error(bits: int) -> None:
     IntegerFormat(bits).average_compress_(message, server_error, new_error, out, 1)
     assert bool(any_nan(IntegerAverage(700, out, 1, bits, out.numel())))
     assert torch.equal(error, normal(700, 1)) and torch.equal(server_error, normal(700, 2))
-
-
-@BITS
-def test_a_commit_in_place_writes_what_a_commit_elsewhere_writes(bits: int) -> None:
-    numel = 1_001
-    grads = [normal(600).half(), normal(401, 1)]
-    error, message = normal(numel, 2), torch.zeros(integer_message_nbytes(numel, bits), dtype=torch.uint8)
-
-    def segments(tensors: list[Tensor]) -> list[Segment]:
-        return [Segment(tensors[0], 0, 600, 0), Segment(tensors[1], 0, 401, 1)]
-
-    z = Combination(numel, CPU, grads=segments(grads), beta=0.5)
-    IntegerFormat(bits).compress_(z, error, message, 1)
-    y = IntegerAverage(numel, message, 1, bits, message.numel())
-    elsewhere, other_error = [torch.zeros_like(grad) for grad in grads], error.clone()
-    IntegerFormat(bits).commit_(Commit(z, other_error, message, y, segments(elsewhere), output_scale=2.0))
-    IntegerFormat(bits).commit_(Commit(z, error, message, y, segments(grads), output_scale=2.0))
-    assert torch.equal(error, other_error)
-    assert all(torch.equal(grad, other) for grad, other in zip(grads, elsewhere, strict=True))
-    assert torch.equal(torch.cat([grad.float() for grad in grads])[600:], decoded(message, numel, bits)[600:] * 2)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
