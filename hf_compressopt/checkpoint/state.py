@@ -69,12 +69,7 @@ class LoadPlan:
 
 
 class State(ABC):
-    """An optimizer's state as a checkpoint sees it.
-
-    Attributes:
-        communicator: The ranks that save and load it.
-        params: The trainable parameters of each param group; none for a group with a process group of its own.
-    """
+    """An optimizer's state as a checkpoint sees it. ``params`` lists no param group with its own process group."""
 
     def __init__(
         self, communicator: Communicator, names: Sequence[Sequence[str]], params: Sequence[Sequence[Tensor]]
@@ -228,11 +223,7 @@ class CompressionState(LowBitState):
 
 
 class FSDPState(LowBitState):
-    """The state of an FSDPCompression: for each parameter the worker error of each replica, and the servers' errors.
-
-    They are in the order of the parameter's elements. Without replicas each rank has worker errors of all elements, and
-    there are no servers' errors.
-    """
+    """The errors of an FSDPCompression, in the order of elements; without replicas there are no servers' errors."""
 
     def __init__(self, compression: FSDPCompression) -> None:
         peers, self._shard = compression.communicator, compression.replica.rank

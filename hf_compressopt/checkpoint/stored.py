@@ -222,13 +222,7 @@ class Entry(NamedTuple):
 
 
 class AdamView(Stored):
-    """A checkpoint as one of AdamW, for an optimizer of Adam's family that did not save it.
-
-    Attributes:
-        param_groups: Of each param group the hyperparameters of torch's AdamW.
-        found: Its tensors, by ``<kind>/<parameter>``, in the order of the param groups.
-        notes: Sentences about what the checkpoint has and AdamW does not.
-    """
+    """A checkpoint as one of AdamW, for an optimizer of Adam's family that did not save it."""
 
     def __init__(self, index: CheckpointIndex, optimizer: str = "AdamW") -> None:
         super().__init__(index)

@@ -24,10 +24,7 @@ from hf_compressopt.kernels.errors import ERROR_BITS
 
 
 def values_of(error: Errors) -> Tensor:
-    """Return the values of errors, [n] float32, decoded by the kernels of their device.
-
-    Do not change them: they may be the errors themselves.
-    """
+    """Return the values of errors, [n] float32, by their device's kernels. They may be the errors themselves."""
     if isinstance(error, Tensor):
         return error
     values = torch.empty(error.count, dtype=torch.float32, device=error.device)
@@ -177,11 +174,7 @@ class GroupErrors:
         return joined
 
     def stored_worker(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the worker errors as a checkpoint has them, and their places among those of the whole group.
-
-        In the hierarchical topology these are float32 values of a part of each bucket, else bytes if errors lie in 8
-        bits.
-        """
+        """Yield the worker errors as a checkpoint has them, and their places among those of the whole group."""
         if self._communicator.levels is None:
             yield 0, self.worker
             return
@@ -193,10 +186,7 @@ class GroupErrors:
             yield start, part
 
     def stored_server(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the server errors of each bucket likewise.
-
-        Those of all servers, in the order of chunks and bucket by bucket, have the layout of the worker errors.
-        """
+        """Yield the server errors of each bucket likewise; those of all servers have the layout of worker errors."""
         flat, rank, start = self._communicator.levels is None, self._communicator.rank, 0
         for bucket, errors in zip(self._layout.buckets, self.feedback, strict=True):
             error = errors.server

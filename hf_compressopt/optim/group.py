@@ -29,12 +29,7 @@ PIECES = "pieces"
 
 
 class MomentShards:
-    """This rank's part of the two moments of a param group, bucket by bucket.
-
-    Attributes:
-        spans: The runs of parameters in this rank's chunk of each bucket.
-        numels_in_full: For each bucket, how many elements of each rank's chunk travel in full precision.
-    """
+    """This rank's part of both moments: spans of parameters in its chunk of each bucket, and what travels in full."""
 
     def __init__(
         self, layout: FlatLayout, communicator: Communicator, device: torch.device, in_full: Sequence[bool]
@@ -351,14 +346,10 @@ def follow_moments(entries: Iterable[Any]) -> None:
 
 @dataclass(frozen=True)
 class ExtraState:
-    """A state tensor that an algorithm has beyond Adam's two moments.
+    """A state tensor that an algorithm has beyond Adam's two moments, by its name in ``optimizer.state``.
 
-    Attributes:
-        name: Its name in ``optimizer.state`` and in checkpoints.
-        per: "element" (one float32 per element, flat), "parameter" (float32) or "group" (float64).
-        initial: The value that it starts with.
-        always: Whether groups that are never compressed have it too.
-        plain: Name of its first value in the state of a plain Adam that is loaded, if that is not ``initial``.
+    ``per`` is "element" (float32, flat), "parameter" (float32) or "group" (float64). ``always``: groups that are never
+    compressed have it too. ``plain``: name of its first value in a plain Adam's state, if not ``initial``.
     """
 
     name: str
@@ -579,11 +570,7 @@ class GroupState:
         return segments
 
     def parameter_segments(self, bucket: Bucket, moving: Container[int] | None = None) -> ParameterSegments:
-        """Give the parts of parameters that lie in a bucket, to be changed in place inside a ``with``.
-
-        A parameter that was frozen after it was added does not change. If ``moving`` is given, only the parameters in
-        it change.
-        """
+        """Give the parts of (unfrozen, ``moving``) parameters in a bucket, to be changed in place inside a ``with``."""
         found = ParameterSegments()
         for piece in bucket.pieces:
             index, values, param = piece.index, None, self.params[piece.index]

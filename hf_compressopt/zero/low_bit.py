@@ -36,9 +36,7 @@ from hf_compressopt.zero.parts import Part, Slice
 class SliceErrors:
     """The errors of this rank's messages of a slice, in 8 bits, in the unit of a gradient without loss scale.
 
-    The errors of the passes since the last step lie beside those of that step, until the step is taken or dropped: a
-    step is dropped if a gradient is not finite on any rank, and its errors with it. Each lot takes 1.02 bytes per
-    element.
+    Those of passes since the last step lie beside it until the step is taken, or dropped with them.
     """
 
     def __init__(self, form: IntegerFormat, numel: int, world_size: int, device: torch.device) -> None:

@@ -637,10 +637,7 @@ def _pieces(
 
 
 class _ShadowSteps(JoinHook):
-    """The steps of a rank without inputs: it updates its part of the parameters, with zero gradients of its own.
-
-    Averages are still taken over all ranks. Inside the context every rank runs one pass that sends per step.
-    """
+    """The steps of a rank without inputs, with zero gradients of its own: inside, each runs one pass that sends."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._optimizer = optimizer
