@@ -301,6 +301,8 @@ int32_t co_any_nan(const co_integers *y, uint8_t *found, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_integers(__func__, y));
     CO_NOT_NULL(found);
+    *found = 0;
+    if (y->numel == 0) return CO_OK;
     return kernels().any_nan(y, found, exec);
 }
 
