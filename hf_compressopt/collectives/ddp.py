@@ -24,13 +24,14 @@ from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, all_reduce, in_runs
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
-from hf_compressopt.kernels import Combination, IntegerFormat, Segment, any_nan
+from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment, any_nan
 from hf_compressopt.kernels.memory import numbers_on
 
 _BUCKET_BYTES = 25 * 2**20
 _Grads = Mapping[Tensor, Tensor | None]
 #: What ends the average of a bucket, once it is known whether all gradients of its owner are finite.
 _Finish = Callable[[bool], None]
+_FORMATS = {bits: IntegerFormat(bits) for bits in INTEGER_BITS}
 
 
 # -- buckets of gradients ---------------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ class IntegerBucket(GradientBucket):
 
     @classmethod
     def average(cls, run: Sequence["IntegerBucket"], grads: _Grads) -> Task[tuple[Tensor, _Finish]]:
-        form, ranks, scale = IntegerFormat(run[0].bits), run[0].communicator, run[0].loss_scale
+        form, ranks, scale = _FORMATS[run[0].bits], run[0].communicator, run[0].loss_scale
         old, new = [b.feedback for b in run], [b.new or b.feedback.like() for b in run]
         segments = [bucket.segments(grads) for bucket in run]
         rows = zip(run, segments, strict=True)

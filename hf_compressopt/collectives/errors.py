@@ -18,9 +18,8 @@ from hf_compressopt.kernels import (
     Errors,
     IntegerAverage,
     IntegerFormat,
-    chunk_integer_message_nbytes,
 )
-from hf_compressopt.kernels.errors import ERROR_BITS
+from hf_compressopt.kernels.errors import ERROR_BITS, ERROR_CODE
 
 
 def values_of(error: Errors) -> Tensor:
@@ -28,7 +27,7 @@ def values_of(error: Errors) -> Tensor:
     if isinstance(error, Tensor):
         return error
     values = torch.empty(error.count, dtype=torch.float32, device=error.device)
-    stride = max(chunk_integer_message_nbytes(error.count, error.world_size, ERROR_BITS))
+    stride = max(ERROR_CODE.chunk_nbytes(error.count, error.world_size))
     average = IntegerAverage(error.count, error.messages, error.world_size, ERROR_BITS, stride)
     IntegerFormat(ERROR_BITS).decompress_(average, values)
     return values
@@ -193,7 +192,7 @@ class GroupErrors:
             if isinstance(error, Tensor) or not flat:
                 yield self.own_range(bucket)[0], values_of(error)
             else:
-                nbytes = chunk_integer_message_nbytes(bucket.numel, self._communicator.world_size, ERROR_BITS)
+                nbytes = ERROR_CODE.chunk_nbytes(bucket.numel, self._communicator.world_size)
                 yield start + sum(nbytes[:rank]), error.messages
                 start += sum(nbytes)
 

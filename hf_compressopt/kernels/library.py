@@ -60,11 +60,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
 
 
 def chosen() -> str | None:
-    """Return the choice of ``HF_COMPRESSOPT_KERNELS``: "native", "reference", or None.
-
-    Raises:
-        ValueError: If it is set to anything else.
-    """
+    """Return ``HF_COMPRESSOPT_KERNELS``: "native", "reference", or None; a ValueError if it is anything else."""
     choice = os.environ.get(VARIABLE)
     if not choice:
         return None
@@ -74,12 +70,7 @@ def chosen() -> str | None:
 
 
 def available(device: torch.device) -> bool:
-    """Return whether native kernels work on the tensors of a device.
-
-    Raises:
-        ValueError: If ``HF_COMPRESSOPT_KERNELS`` is set to something unknown.
-        RuntimeError: If it is "native", and there are no native kernels; the message gives the reason.
-    """
+    """Return whether native kernels work on a device; a RuntimeError if not, and the user wants "native"."""
     choice = chosen()
     if choice == "reference":
         return False
@@ -120,20 +111,12 @@ def what_was_built() -> str:
 
 
 def instruction_set(device_type: str) -> str:
-    """Return the instruction set of the library of a device type, such as "avx512".
-
-    Raises:
-        RuntimeError: If the library cannot be loaded.
-    """
+    """Return the instruction set of the library of a device type, such as "avx512"; a RuntimeError without one."""
     return str(_library(device_type).co_instruction_set().decode())
 
 
 def use_instruction_set(name: str) -> None:
-    """Use "avx512_gfni", "avx512", "avx2" or "portable" on the CPU from now on. The bits are the same. For tests.
-
-    Raises:
-        RuntimeError: If this machine cannot run it.
-    """
+    """Use "avx512_gfni", "avx512", "avx2" or "portable" on the CPU from now on, if it can. For tests."""
     library = _library("cpu")
     _check(library, library.co_use_instruction_set(name.encode()))
 
@@ -213,9 +196,8 @@ def _new_scratch(device: int, nbytes: int) -> torch.Tensor:
 def _host_threads() -> int | None:
     """Return the address of GOMP_parallel of torch's OpenMP runtime, or None if its threads do not run.
 
-    Kernels reuse torch's OpenMP threads: these spin after each operator, and would compete with a second pool. A child
-    of fork() has no such threads, while the runtime would wait for them forever. The number of threads of the process
-    shows whether they run. It is read once, at the first kernel on several threads: later there may be other threads.
+    They spin after each operator, and would compete with a second pool. A child of fork() has none, and the runtime
+    would wait for them forever. The number of threads of the process, at the first kernel on several, shows it.
     """
     if _forked or "OpenMP" not in torch.__config__.parallel_info():
         return None

@@ -226,11 +226,7 @@ def trusted(family: str, device: torch.device) -> bool:
 
 
 def failures(device: torch.device) -> frozenset[str]:
-    """Return the families that differ from the reference on a device that has native kernels.
-
-    Raises:
-        RuntimeError: If one does, and ``HF_COMPRESSOPT_KERNELS`` is "native".
-    """
+    """Return the families that differ from the reference on a device; a RuntimeError if the user wants "native"."""
     found = checked.get(device)
     if found is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -24,7 +24,7 @@ from hf_compressopt.kernels import (
     native,
     selfcheck,
 )
-from hf_compressopt.kernels.c_abi import ErrorsRecord
+from hf_compressopt.kernels.native import ErrorsRecord
 from tests.support import emulated
 from tests.support import kernel_cases as cases
 from tests.support.emulated import Emulator

@@ -25,7 +25,7 @@ from hf_compressopt.kernels import (
     native,
     reference,
 )
-from hf_compressopt.kernels.c_abi import (
+from hf_compressopt.kernels.native import (
     AverageRecord,
     CombinationRecord,
     ErrorsRecord,
