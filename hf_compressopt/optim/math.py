@@ -1,9 +1,9 @@
-"""The mathematics of one tensor, and of gradients: no process group, no optimizer, no state."""
+"""The mathematics of one tensor, and of gradients: no process group, no optimizer, no state; and a step's closure."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_float
 from typing import Any
 
@@ -16,6 +16,14 @@ from hf_compressopt.kernels.adam import AdamStep, AdamTensors, adam_
 from hf_compressopt.kernels.memory import in_memory
 
 _CHUNK = 1 << 18  # elements of which a wider copy may be made
+
+
+def evaluate(closure: Callable[[], float] | None) -> float | None:
+    """Evaluate the closure of ``step(closure)`` with gradients enabled, and return its loss; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -22,8 +22,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.flat import FLOAT_BYTES
-from hf_compressopt.optim.base import evaluate
-from hf_compressopt.optim.math import in_float32
+from hf_compressopt.optim.math import evaluate, in_float32
 from hf_compressopt.optim.state import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts
 from hf_compressopt.zero.config import (
