@@ -254,19 +254,20 @@ def _sender(process: int) -> _Sender:
 
 
 def _prepare_gloo() -> None:
-    """Start the sender, as an exit handler cannot, and let threads come to rest before the interpreter shuts down."""
+    """Start the sender, as an exit handler cannot."""
     _sender(os.getpid())
-    _rest_at_exit()
 
 
-@cache
+@atexit.register
 def _rest_at_exit() -> None:
     """Let gloo's threads come to rest before the interpreter shuts down.
 
-    They take its lock to let go of a collective's tensors (seen in torch 2.13), which aborts a process that is shutting
-    down. An exit handler that sleeps gives the lock away in time.
+    An exit handler of the import runs after those that communicate, or wait for a save that does. Gloo's threads take
+    the interpreter's lock to let go of a collective's tensors (seen in torch 2.13), which aborts a process that is
+    shutting down. A handler that sleeps gives the lock away in time.
     """
-    atexit.register(time.sleep, 0.2)
+    if _sender.cache_info().currsize:
+        time.sleep(0.2)
 
 
 def backend_of(process_group: dist.ProcessGroup | None, device: torch.device) -> str:
