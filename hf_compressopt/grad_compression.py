@@ -167,11 +167,7 @@ class GradientCompression:
         return self.__dict__ | {"_rounds": GradientRounds(), "_buckets": [], "_new_errors": None}
 
     def _check_ranks(self) -> None:
-        """Check once that all ranks have the same parameters and options.
-
-        Raises:
-            ValueError: If they do not, on all ranks.
-        """
+        """Check once that all ranks have the same parameters and options; else a ValueError on all."""
         if not self._checked:
             sizes = [[name, p.numel()] for name, p in zip(self.names, self.params, strict=True)]
             self.communicator.require_equal(

@@ -27,11 +27,7 @@ _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 class Option(NamedTuple):
-    """An option of a class.
-
-    ``kinds`` are the types that text may give it (none if it can be given in Python only), ``default`` may be
-    ``inspect.Parameter.empty``, and ``help`` is in docstring markup.
-    """
+    """An option of a class: types that text may give (none: Python only), default, and help as in docstrings."""
 
     kinds: tuple[type, ...]
     default: Any
@@ -88,11 +84,7 @@ def _kinds_of(hint: Any) -> tuple[type, ...]:
 
 
 def parse(name: str, text: str, kinds: tuple[type, ...]) -> Any:
-    """Read the value of an option from text.
-
-    Raises:
-        ValueError: If the text is of none of these types.
-    """
+    """Read the value of an option from text; a ValueError if it is of none of these types."""
     if type(None) in kinds and text.lower() == "none":
         return None
     for kind in kinds:

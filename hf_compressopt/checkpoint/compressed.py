@@ -65,11 +65,7 @@ def room_for_messages(
 
 @dataclass(frozen=True)
 class GroupBuffers:
-    """The moments and errors of a param group: the optimizer's own, which a save writes, or those that a load fills.
-
-    A load reads bytes into memory of the form that they have in the checkpoint, the optimizer's own if it has that
-    form; :meth:`commit` brings them into the optimizer's form.
-    """
+    """The moments and errors of a param group: the optimizer's own, or, in the stored form, those that a load fills."""
 
     state: GroupState
     moments: Moments

@@ -352,11 +352,7 @@ class _Pickler(pickle.Pickler):
 def write_torch_file(
     path: Path, contents: Any, parts_of: Callable[[PendingTensor], Iterable[bytes | memoryview]]
 ) -> None:
-    """Write a file for torch.load, durably, with its pending tensors part by part.
-
-    Such a file is a zip archive whose entries are not compressed: a pickle that refers to storages by number, and the
-    bytes of each storage. (PyTorch's notes on serialization describe it.)
-    """
+    """Write a file for torch.load, durably: a zip of a pickle, and of the bytes of each storage, part by part."""
     pickler = _Pickler(buffer := io.BytesIO())
     pickler.dump(contents)
     sizes = [prod(tensor.shape) * tensor.dtype.itemsize for tensor in pickler.tensors]

@@ -68,12 +68,7 @@ class LoadPlan:
 
 
 class State(ABC):
-    """An optimizer's state as a checkpoint sees it.
-
-    Attributes:
-        communicator: The ranks that save and load it.
-        params: The trainable parameters of each param group; none for a group with a process group of its own.
-    """
+    """An optimizer's state as a checkpoint sees it. ``params`` lists no param group with its own process group."""
 
     def __init__(
         self, communicator: Communicator, names: Sequence[Sequence[str]], params: Sequence[Sequence[Tensor]]
@@ -243,11 +238,7 @@ class CompressionState(LowBitState):
 
 
 class FSDPState(LowBitState):
-    """The state of an FSDPCompression: for each parameter the worker error of each replica, and the servers' errors.
-
-    They are float32 values in the order of the parameter's elements, which meshes of any size can load. A model
-    without replicas has no servers' errors; each rank has worker errors for all elements.
-    """
+    """The errors of an FSDPCompression, float32 in the order of elements; without replicas the servers have none."""
 
     def __init__(self, compression: FSDPCompression) -> None:
         peers, self._shard = compression.communicator, compression.replica.rank

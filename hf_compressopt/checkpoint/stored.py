@@ -30,8 +30,8 @@ from hf_compressopt.format.index import CheckpointIndex, TensorEntry
 from hf_compressopt.format.plan import MASTER, Per, Plan, Read, StateTensor, TensorKey, plan_reads
 from hf_compressopt.format.shards import ShardFiles
 from hf_compressopt.kernels import Average, CompactErrors, on
-from hf_compressopt.kernels.errors import ERROR_BITS
-from hf_compressopt.kernels.messages import chunk_integer_message_nbytes, chunk_message_nbytes
+from hf_compressopt.kernels.errors import ERROR_CODE
+from hf_compressopt.kernels.messages import chunk_message_nbytes
 from hf_compressopt.kernels.variance import check_tops, decode_variance
 from hf_compressopt.optim.options import check_count, check_scale_block
 
@@ -130,7 +130,7 @@ class Stored:
         whole = self._place_of(numel, numel, nbytes_of)
         for bucket, count in self._buckets(numel, wanted.start, wanted.stop):
             byte = self._place_of(bucket, numel, nbytes_of)
-            for rank, nbytes in enumerate(chunk_integer_message_nbytes(count, self._ranks, ERROR_BITS)):
+            for rank, nbytes in enumerate(ERROR_CODE.chunk_nbytes(count, self._ranks)):
                 first, last = (bucket + place for place in chunk_range(count, self._ranks, rank))
                 low, high = max(first, wanted.start), min(last, wanted.stop)
                 if low < high:
@@ -222,13 +222,7 @@ class Entry(NamedTuple):
 
 
 class AdamView(Stored):
-    """A checkpoint as one of AdamW, for an optimizer of Adam's family that did not save it.
-
-    Attributes:
-        param_groups: Of each param group the hyperparameters of torch's AdamW.
-        found: Its tensors, by ``<kind>/<parameter>``, in the order of the param groups.
-        notes: Sentences about what the checkpoint has and AdamW does not.
-    """
+    """A checkpoint as one of AdamW, for an optimizer of Adam's family that did not save it."""
 
     def __init__(self, index: CheckpointIndex, optimizer: str = "AdamW") -> None:
         super().__init__(index)

@@ -31,11 +31,7 @@ _NESTED = BackwardCFunction.apply.__code__  # the frame in which an autograd fun
 
 
 class Order:
-    """Buckets that are sent in one order, each as soon as the gradients of all its members are there.
-
-    Attributes:
-        of: For each member the numbers of its buckets.
-    """
+    """Buckets that are sent in one order, each once its members' gradients are there; ``of`` has each member's."""
 
     def __init__(self, buckets: Iterable[Iterable[Hashable]] = ()) -> None:
         """Send buckets of these members in the order in which they are given."""
@@ -228,10 +224,7 @@ def take_over(params: Sequence[Tensor], name: str) -> None:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise an error after the step of an optimizer whose gradients a living owner has taken; torch calls this.
-
-    An owner that has taken its own step holds nothing; so wrappers around it pass, too.
-    """
+    """Raise an error after the step of an optimizer whose gradients a living owner has taken; torch calls this."""
     for owner in [owner for owner in _ATTACHED if owner.holds_gradients]:
         taken = owner.owned_of(param for group in optimizer.param_groups for param in group["params"])
         if taken:

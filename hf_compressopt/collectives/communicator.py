@@ -28,13 +28,8 @@ _Result = TypeVar("_Result")
 class Traffic:
     """Counters that every communicator of an optimizer writes to.
 
-    Bytes are what this rank sends to other ranks, by the volume of the collective's bandwidth-optimal algorithm.
-    Seconds are those in which the host was blocked: a lower bound where a device's queue is asynchronous.
-
-    Attributes:
-        bytes: Bytes sent, by kind; in the hierarchical topology ``node_bytes`` has those that stay inside the node.
-        seconds: Seconds waited, by kind.
-        step_bytes: Bytes sent in the last step, inside the node not counted.
+    Bytes are what this rank sends, by the volume of the collective's bandwidth-optimal algorithm; ``node_bytes`` stay
+    inside the node. Seconds are those in which the host was blocked.
     """
 
     def __init__(self, whole: Traffic | None = None) -> None:
@@ -97,10 +92,7 @@ class Traffic:
             self._read, self._since = (self.step_bytes, 1), (0, 0)
 
     def mean_bytes(self, *, peek: bool = False) -> float:
-        """Return the bytes of the last step; of local steps the mean since the last call, once one has sent any.
-
-        A ``peek`` does not count as a call.
-        """
+        """Return the bytes of the last step; of local steps the mean since the last call that was no ``peek``."""
         found = self._since if self._since[0] else self._read
         if self._since[0] and not peek:
             self._read, self._since = self._since, (0, 0)
@@ -126,19 +118,10 @@ class Handle:
 
 
 class Communicator(ABC):
-    """A group of ranks, the collectives among them, and the decisions that they take together.
+    """A group of ranks, the collectives among them, and the decisions that they take together. All ranks call.
 
-    All ranks call each method. Collectives that return a :class:`Handle` start at once; all other methods block.
-
-    Attributes:
-        name: Name of the transport, such as ``"gloo"``.
-        rank: This rank's number in the group.
-        world_size: Ranks in the group.
-        device: Device on which small tensors of our own must lie.
-        traffic: Counts bytes and seconds.
-        process_group: The torch.distributed group that it was made for; None for all ranks.
-        levels: The groups of the hierarchical topology; None if it is flat.
-        has_parts: Whether the transport has groups of some of the ranks.
+    Collectives that return a :class:`Handle` start at once; all other methods block. Small tensors lie on ``device``;
+    ``process_group`` is None for all ranks, ``levels`` in the flat topology; ``has_parts`` says if :meth:`part` works.
     """
 
     name: str
@@ -172,38 +155,22 @@ class Communicator(ABC):
     def all_to_all(
         self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
-        """Start sending the j-th part of ``inputs`` (1-D) to rank j; parts arrive in ``output`` in rank order.
-
-        ``inputs`` has as many elements on all ranks.
-        """
+        """Start sending the j-th of equal parts of ``inputs`` (1-D) to rank j; they arrive in rank order."""
 
     @abstractmethod
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:
-        """Start gathering every rank's ``part`` [n] into ``output`` [world_size * n], in rank order.
-
-        ``part`` may be this rank's own place in ``output``: then it need not be copied there.
-        """
+        """Start gathering every rank's ``part`` [n], which may be a view of ``output`` [world_size * n]."""
 
     @abstractmethod
     def duplicate(self) -> Communicator:
-        """Return the same ranks on a channel of its own, for host tensors: another thread may use it beside this one.
-
-        It also works after torch.distributed has been shut down.
-
-        Raises:
-            ValueError: If the transport cannot serve two threads.
-        """
+        """Return the same ranks on a channel of its own, for host tensors and another thread; else a ValueError."""
 
     @abstractmethod
     def _broadcast(self, data: Tensor) -> None:
         """Copy rank 0's ``data``, [n] uint8, to all ranks, in place, without copies of it for each."""
 
     def part(self, ranks: Sequence[int]) -> Communicator:
-        """Return the communicator of some of the ranks, in ascending order and with this one. All of these call.
-
-        Raises:
-            ValueError: If the transport has no such groups.
-        """
+        """Return the communicator of some ranks, ascending, which all call; a ValueError if there is none."""
         raise ValueError(f"{type(self).__name__} cannot make a group of some of its ranks")
 
     def reached(self) -> Communicator:
@@ -240,11 +207,7 @@ class Communicator(ABC):
     # -- decisions: all raise, or none does, and nobody waits for a rank that has stopped -----------------------------
 
     def require_equal(self, what: str, mine: Any) -> None:
-        """Check that every rank has the same value (anything that JSON holds).
-
-        Raises:
-            ValueError: On all ranks, if one differs from rank 0's.
-        """
+        """Raise a ValueError on all ranks if a rank's value (anything that JSON holds) differs from rank 0's."""
         everyone = self.all_gather_object(mine)
         different = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
         if different:
@@ -278,8 +241,8 @@ class Communicator(ABC):
     ) -> list[_Result]:
         """Run ``action`` on every rank and return every rank's result (anything that JSON holds).
 
-        If the action fails on any rank, run ``undo`` and raise on all: this rank's own error, or one of type ``others``
-        if it has none. If a rank is gone, nothing is undone, because the ranks cannot tell what the others know.
+        If it fails on any rank, run ``undo`` and raise on all: this rank's own error, or one of type ``others``. If a
+        rank is gone, nothing is undone, because the ranks cannot tell what the others know.
         """
         result, error = None, None
         try:

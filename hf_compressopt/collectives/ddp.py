@@ -24,13 +24,14 @@ from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, all_reduce, in_runs
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
-from hf_compressopt.kernels import Combination, IntegerFormat, Segment, any_nan
+from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment, any_nan
 from hf_compressopt.kernels.memory import numbers_on
 
 _BUCKET_BYTES = 25 * 2**20
 _Grads = Mapping[Tensor, Tensor | None]
 #: What ends the average of a bucket, once it is known whether all gradients of its owner are finite.
 _Finish = Callable[[bool], None]
+_FORMATS = {bits: IntegerFormat(bits) for bits in INTEGER_BITS}
 
 
 # -- buckets of gradients ---------------------------------------------------------------------------------------------
@@ -38,15 +39,10 @@ _Finish = Callable[[bool], None]
 
 @dataclass
 class GradientBucket(ABC):
-    """Gradients that travel together. Each step makes the same buckets, or takes those of the step before.
+    """Gradients that travel together; each step makes the same buckets, or takes those of the step before.
 
-    Attributes:
-        bucket: Their elements, as runs of parameters.
-        params: The parameters that the indices in ``bucket`` stand for.
-        communicator: The ranks.
-        owner: Number of the optimizer that takes the gradients. All gradients of an owner are dropped together.
-        waits_in_step: Whether nothing is written into the gradients, so that the step may await the average.
-        is_alone: Whether the bucket is sent with no other.
+    All gradients of an ``owner`` are dropped together. ``waits_in_step``: nothing is written into the gradients, so
+    that the step may await the average. ``is_alone``: the bucket is sent with no other.
     """
 
     waits_in_step: ClassVar[bool] = False
@@ -69,9 +65,7 @@ class GradientBucket(ABC):
     def average(cls, run: Sequence[Any], grads: _Grads) -> Task[tuple[Tensor, _Finish]]:
         """Average the gradients of a run of buckets over the ranks; ``grads`` has every parameter in them.
 
-        Returns:
-            [] bool, whether an element is not finite, alike on all ranks; and a function that ends the exchange, given
-            whether all gradients of the owner are finite.
+        Returns whether an element is not finite, [] bool, alike on all ranks, and a function that ends the exchange.
         """
 
     def segments(self, grads: _Grads) -> list[Segment]:
@@ -86,15 +80,10 @@ class GradientBucket(ABC):
 
 @dataclass
 class IntegerBucket(GradientBucket):
-    """Gradients that travel as integers with error feedback.
+    """Gradients that travel as integers with error feedback, in the unit of a gradient without loss scale.
 
-    Attributes:
-        feedback: The errors, in the unit of a gradient without loss scale.
-        bits: Bits per element, 4 or 8.
-        loss_scale: Factor that the gradients carry.
-        new: Where the new errors are written, for an owner that takes them itself if all its gradients are finite;
-            None to change ``feedback`` then.
-        in_full: Whether the gradient of each parameter travels in another bucket; none does if it is empty.
+    New errors go to ``new``, or to ``feedback`` itself if it is None. ``in_full``: for each parameter, whether its
+    gradient travels in another bucket.
     """
 
     feedback: ErrorFeedback
@@ -112,7 +101,7 @@ class IntegerBucket(GradientBucket):
 
     @classmethod
     def average(cls, run: Sequence["IntegerBucket"], grads: _Grads) -> Task[tuple[Tensor, _Finish]]:
-        form, ranks, scale = IntegerFormat(run[0].bits), run[0].communicator, run[0].loss_scale
+        form, ranks, scale = _FORMATS[run[0].bits], run[0].communicator, run[0].loss_scale
         old, new = [b.feedback for b in run], [b.new or b.feedback.like() for b in run]
         segments = [bucket.segments(grads) for bucket in run]
         rows = zip(run, segments, strict=True)
@@ -132,11 +121,7 @@ class IntegerBucket(GradientBucket):
 
 @dataclass
 class PlainBucket(GradientBucket):
-    """Gradients that travel by an all-reduce, without error feedback.
-
-    Attributes:
-        dtype: Their dtype on the wire.
-    """
+    """Gradients that travel by an all-reduce in ``dtype``, without error feedback."""
 
     is_alone: ClassVar[bool] = True  # the bits of a sum depend on the place in the message
     dtype: torch.dtype
@@ -271,11 +256,9 @@ class GradientRounds:
         start: Callable[[], None],
         done: Callable[[Collection[int]], None] = lambda not_finite: None,
     ) -> torch.futures.Future[Tensor]:
-        """Take the gradients of a bucket of DDP's.
+        """Take the gradients of a bucket of DDP's; messages travel while backward computes further gradients.
 
-        Messages travel while backward computes further gradients. What is still on the way is awaited with the last
-        bucket, or in the step if nothing is written into gradients. Nothing is ever started from a callback, so that
-        all ranks start their collectives in one order.
+        The last bucket, or the step, awaits them. No callback starts a collective: all ranks start them in one order.
         """
         buffer = bucket.buffer()
         future = _future_on(buffer.device)
@@ -387,11 +370,7 @@ class GradientSync:
             optimizer.early_messages.note_gradients()
 
     def _start(self) -> None:
-        """Start the round of a backward pass. All ranks call.
-
-        Buckets are sent in the order in which backward brings their last gradient, if it goes through the model's
-        parameters from the last to the first.
-        """
+        """Start the round of a backward pass, in the order of last gradients if backward goes from last to first."""
         scale = None if self.loss_scale is None else float(self.loss_scale())
         owned, buckets = set(), []
         for number, optimizer in enumerate(self.optimizers):
@@ -411,11 +390,7 @@ class GradientSync:
 
 
 def _after_backward(act: Callable[[], None]) -> None:
-    """Call a function after this backward pass, when DDP has written all gradients. It must start no collective.
-
-    DDP writes them in a callback at the end of the pass, which it queues behind those that its hooks have queued. What
-    a callback queues comes behind both.
-    """
+    """Call a function, which starts no collective, after DDP's own callback at the end of this backward pass."""
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(act))
 

@@ -18,20 +18,16 @@ from hf_compressopt.kernels import (
     Errors,
     IntegerAverage,
     IntegerFormat,
-    chunk_integer_message_nbytes,
 )
-from hf_compressopt.kernels.errors import ERROR_BITS
+from hf_compressopt.kernels.errors import ERROR_BITS, ERROR_CODE
 
 
 def values_of(error: Errors) -> Tensor:
-    """Return the values of errors, [n] float32, decoded by the kernels of their device.
-
-    Do not change them: they may be the errors themselves.
-    """
+    """Return the values of errors, [n] float32, by their device's kernels. They may be the errors themselves."""
     if isinstance(error, Tensor):
         return error
     values = torch.empty(error.count, dtype=torch.float32, device=error.device)
-    stride = max(chunk_integer_message_nbytes(error.count, error.world_size, ERROR_BITS))
+    stride = max(ERROR_CODE.chunk_nbytes(error.count, error.world_size))
     average = IntegerAverage(error.count, error.messages, error.world_size, ERROR_BITS, stride)
     IntegerFormat(ERROR_BITS).decompress_(average, values)
     return values
@@ -177,11 +173,7 @@ class GroupErrors:
         return joined
 
     def stored_worker(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the worker errors as a checkpoint has them, and their places among those of the whole group.
-
-        In the hierarchical topology these are float32 values of a part of each bucket, else bytes if errors lie in 8
-        bits.
-        """
+        """Yield the worker errors as a checkpoint has them, and their places among those of the whole group."""
         if self._communicator.levels is None:
             yield 0, self.worker
             return
@@ -193,17 +185,14 @@ class GroupErrors:
             yield start, part
 
     def stored_server(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the server errors of each bucket likewise.
-
-        Those of all servers, in the order of chunks and bucket by bucket, have the layout of the worker errors.
-        """
+        """Yield the server errors of each bucket likewise; those of all servers have the layout of worker errors."""
         flat, rank, start = self._communicator.levels is None, self._communicator.rank, 0
         for bucket, errors in zip(self._layout.buckets, self.feedback, strict=True):
             error = errors.server
             if isinstance(error, Tensor) or not flat:
                 yield self.own_range(bucket)[0], values_of(error)
             else:
-                nbytes = chunk_integer_message_nbytes(bucket.numel, self._communicator.world_size, ERROR_BITS)
+                nbytes = ERROR_CODE.chunk_nbytes(bucket.numel, self._communicator.world_size)
                 yield start + sum(nbytes[:rank]), error.messages
                 start += sum(nbytes)
 

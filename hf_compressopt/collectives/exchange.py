@@ -67,13 +67,8 @@ _PIECE = 1 << 15
 class Pipeline:
     """Tasks in flight: while one waits for the network, later ones compute.
 
-    Each new task runs to its first wait. Then every earlier task that sends more goes on to its next wait, the newest
-    first. The order of all steps depends on the tasks alone, so that ranks with the same tasks start their collectives
-    in the same order.
-
-    Attributes:
-        limit: The most bytes under way, as far as :meth:`room_for` is called; None for any number.
-        nbytes: Bytes under way.
+    Each new task runs to its first wait; then every earlier one goes on to its next wait, the newest first. The order
+    depends on the tasks alone, so that all ranks start collectives alike. ``limit``: the most bytes under way, or None.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -126,13 +121,7 @@ def run_tasks(tasks: Iterable[Task[None]]) -> None:
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """The errors of one bucket on one rank.
-
-    Attributes:
-        worker: What this rank's messages to the servers missed: of the whole bucket, or in the hierarchical topology of
-            each chunk of this rank's shard that has elements.
-        server: What this server's messages missed of the average of its chunk.
-    """
+    """The errors of one bucket on one rank; hierarchical, the worker's are those of each chunk of its shard."""
 
     worker: tuple[Errors, ...]
     server: Errors
@@ -392,11 +381,7 @@ def _received(messages: Tensor, ranks: Communicator, plan: _Plan) -> Task[Tensor
 def summed(
     values: Tensor, sizes: Sequence[int], ranks: Communicator, factor: float = 1.0, *, last: bool | None = None
 ) -> Task[Tensor]:
-    """Sum every rank's j-th part on rank j, in rank order.
-
-    Returns:
-        [sizes[rank]] float32 or float64, times ``factor``.
-    """
+    """Sum every rank's j-th part on rank j, in rank order: [sizes[rank]] float32 or float64, times ``factor``."""
     own, count = sizes[ranks.rank], ranks.world_size
     received = values.new_empty(count * own)
     handle = ranks.all_to_all(received, values, output_splits=[own] * count, input_splits=sizes)
@@ -410,9 +395,6 @@ def scatter_sums(buffer: Tensor, ranks: Communicator) -> Task[Tensor]:
     """Sum every rank's part over the ranks: inside the node by place, then by node. All ranks call.
 
     The bits depend on the topology alone. A part crosses the link of a node M - 1 times, not g (M - 1) times.
-
-    Returns:
-        [n] float32 or float64.
     """
     if ranks.levels is None:
         return (yield from summed(buffer, _equal(buffer, ranks), ranks, last=_LAST))

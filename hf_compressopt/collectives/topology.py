@@ -42,13 +42,7 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """The place of a rank.
-
-    Attributes:
-        world_size: Ranks.
-        rank: This rank's number.
-        node_size: Ranks per node; 1 is the flat topology.
-    """
+    """The place of a rank; with a ``node_size`` of 1 the topology is flat."""
 
     world_size: int
     rank: int
@@ -112,13 +106,7 @@ topology_of = lru_cache(maxsize=None)(Topology)
 
 @dataclass(frozen=True)
 class Levels:
-    """The groups of this rank in the hierarchical topology.
-
-    Attributes:
-        node: The ranks of this rank's node.
-        peers: The ranks of the same place on all nodes.
-        dtype: Dtype of values inside the node.
-    """
+    """The ranks of this rank's node, those of its place on all nodes, and the dtype of values inside the node."""
 
     node: Communicator
     peers: Communicator
@@ -169,11 +157,7 @@ class TopologyOptions:
         return _NODE_DTYPES[self.node_bits]
 
     def checked_size(self, world_size: int) -> int:
-        """Return the ranks per node that the user has given.
-
-        Raises:
-            ValueError: If they do not divide the number of ranks.
-        """
+        """Return the ranks per node that the user has given; a ValueError if they do not divide all ranks."""
         size = self.node_size or 1
         if world_size % size:
             legal = [count for count in range(1, world_size + 1) if world_size % count == 0]

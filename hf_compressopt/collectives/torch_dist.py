@@ -47,10 +47,7 @@ def announced(name: str, least: int = 1) -> int:
 
 @contextmanager
 def _splitting_nothing() -> Iterator[None]:
-    """Let NCCL make a group by itself inside.
-
-    torch splits it off the default group if that was given a device_id, by a call that all of its ranks must make.
-    """
+    """Let NCCL make a group by itself inside: a split off the default group is a call that all its ranks must make."""
     world = dist.distributed_c10d._get_default_group()
     bound, world.bound_device_id = world.bound_device_id, None
     try:
@@ -194,12 +191,9 @@ class TorchCommunicator(Communicator):
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kind: str) -> Handle:
         """Start sending ``inputs[j]`` to rank j, and receiving its part for this rank into ``outputs[j]``.
 
-        All receives start before the first send. Gloo announces a receive to a peer on the connection that carries data
-        to that peer. Behind the data, as in gloo's own all-to-all, the announcement comes late: the peer's data waits
-        until ours is through, and the exchange takes up to twice the time of a message.
-
-        A send occupies its thread until the system has taken the data, milliseconds for some megabytes. So a thread of
-        its own starts them, in the order of the calls.
+        All receives start before the first send: gloo announces a receive on the connection that carries data to that
+        peer, and behind the data the announcement comes late. A send occupies its thread for milliseconds, so a thread
+        of its own starts them, in order.
         """
         started = _sender(os.getpid()).submit(partial(self._start, outputs, inputs, kind))
 
@@ -231,11 +225,7 @@ class TorchCommunicator(Communicator):
 
 
 class _Sender:
-    """A thread that starts sends, in the order of the calls, until the process ends.
-
-    It is a daemon and no ThreadPoolExecutor: Python shuts executors down before it joins threads and runs exit
-    handlers, and saves that are under way then, or begin in a handler, still send.
-    """
+    """A daemon thread that starts sends, in order; executors end before exit handlers, in which saves still send."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Callable[[], list[dist.Work]], Future[list[dist.Work]]]] = SimpleQueue()
@@ -272,11 +262,9 @@ def _prepare_gloo() -> None:
 def _rest_at_exit() -> None:
     """Let gloo's threads come to rest before the interpreter shuts down.
 
-    As this is an exit handler of the import, those that communicate, or wait for a save that does, run before it.
-
-    They let go of a collective's tensors a little after its end, and torch (seen in 2.13) takes the interpreter's lock
-    for that: in an interpreter that is shutting down by then it aborts a process whose work was all done, one in five
-    to ten short Trainer runs with any optimizer. An exit handler that sleeps gives the lock away in time.
+    An exit handler of the import runs after those that communicate, or wait for a save that does. Gloo's threads take
+    the interpreter's lock to let go of a collective's tensors (seen in torch 2.13), which aborts a process that is
+    shutting down. A handler that sleeps gives the lock away in time.
     """
     if _sender.cache_info().currsize:
         time.sleep(0.2)

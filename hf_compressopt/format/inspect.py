@@ -20,8 +20,7 @@ def collect(
 ) -> list[dict[str, Any]]:
     """Look at the checkpoints of a folder: all, or those whose files start with ``prefix``.
 
-    Returns for each, in values that JSON holds, ``index`` (the file), ``verified`` (every checksum compared) and
-    ``problems`` (sentences that name files; empty if it is whole), and what ``_look`` finds in a readable index.
+    Returns for each, as JSON holds it, ``index`` (the file), ``verified``, ``problems``, and what ``_look`` finds.
     """
     folder, pattern = Path(directory), INDEX_NAME.format(prefix=prefix or _ANY_PREFIX)
     paths = sorted(folder.glob(pattern)) if prefix is None else [folder / pattern]

@@ -137,11 +137,7 @@ class Plan:
 
 
 def plan_reads(index: CheckpointIndex, wanted: StateTensor, world_size: int) -> Plan:
-    """Plan the reads of one of ``world_size`` ranks, by the rules of the module.
-
-    Raises:
-        ValueError: If the checkpoint does not have the tensor in that dtype and shape, or its header is wrong.
-    """
+    """Plan the reads of one of ``world_size`` ranks; a ValueError if dtype, shape or header are wrong."""
     saved_ranks = len(index.shards)
     names, saved_together = [str(wanted.key)], _node_size(index) if wanted.is_error else 1
     if wanted.of_each_rank and (world_size, wanted.node_size) != (saved_ranks, saved_together):

@@ -367,10 +367,9 @@ _SECTIONS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16")
 
 
 def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmetic: bool = False) -> Translation:
-    """Translate a DeepSpeed configuration, or one for Transformers, with "auto" values.
+    """Translate a DeepSpeed configuration, or one for Transformers with "auto"; ``ranks`` divides a train_batch_size.
 
-    ``ranks`` divides a train_batch_size; ``same_arithmetic`` gives the compressed optimizers the options that compute
-    what DeepSpeed's did.
+    ``same_arithmetic`` gives the compressed optimizers the options that compute what DeepSpeed's did.
     """
     for section in _SECTIONS:
         if not isinstance(config.get(section, {}), dict):

@@ -108,11 +108,7 @@ def describe_schedule(optimizer: CompressedOptimizer) -> str:
 
 
 def scheduler_steps(scheduler: Any) -> int | None:
-    """The number of steps that a learning-rate scheduler is made for, or None if it does not tell.
-
-    It tells for those of ``transformers.get_scheduler`` and for torch's OneCycleLR, CosineAnnealingLR, PolynomialLR,
-    and a SequentialLR that ends with one of them.
-    """
+    """The number of steps that a learning-rate scheduler is made for, or None if it does not tell."""
     for function in getattr(scheduler, "lr_lambdas", ()):  # transformers'
         if isinstance(function, partial) and (steps := _count(function.keywords.get("num_training_steps"))):
             return steps

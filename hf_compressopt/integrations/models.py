@@ -197,10 +197,7 @@ def without_compile(model: nn.Module) -> nn.Module:
 
 
 def undo_evaluation_mode(model: nn.Module, prepared: list[nn.Module]) -> None:
-    """Allow a model that was prepared for evaluation only to be prepared again.
-
-    accelerate marks such a model as prepared (from 1.14) and would leave out DDP: every rank would train alone.
-    """
+    """Let accelerate (from 1.14) prepare a model again that was prepared for evaluation: else it leaves out DDP."""
     if not getattr(model, "_is_accelerate_prepared", False):
         return
     if isinstance(without_compile(model), DistributedDataParallel):
@@ -239,10 +236,7 @@ def _why_not_in_fsdp(accelerator: Any) -> str:
 
 
 def why_unsupported(accelerator: Any, name: str, model: Any = None) -> str:
-    """The reason why an optimizer of this name cannot work in the accelerator's set-up; "" if it can.
-
-    ``name`` may also be that of grad_compression, which works with FSDP2.
-    """
+    """The reason why an optimizer, or grad_compression, cannot work in the accelerator's set-up; "" if it can."""
     kind, low_bit = accelerator.distributed_type.name, name.startswith(GRAD_COMPRESSION)
     if is_loaded_in_shards(model):
         if not low_bit:

@@ -86,11 +86,7 @@ def stand_in(params: int, tokens: int) -> GPT2Config:
 
 
 def parameters_of(folder: str) -> tuple[int, int]:
-    """Count the trainable parameters of a model of any kind from the configuration in a folder, without its weights.
-
-    Returns:
-        Their number, and how many of them travel in full precision beside messages of integers.
-    """
+    """Count the trainable parameters of a folder's model, without weights, and those that travel in full precision."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]

@@ -411,10 +411,7 @@ def _with_averaged_parameters(original: Callable[..., Any], self: Trainer, *args
 
 
 def _save_model(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """Save one set of parameters: in a checkpoint the average or the masters, else those of the last sync.
-
-    A checkpoint is saved by all ranks. Anything else may be saved by rank 0 alone, which cannot average.
-    """
+    """Save the average or the masters in a checkpoint, of all ranks; else, by rank 0 alone, those of the last sync."""
     inner = innermost(self.optimizer)
     if (attachment := attachment_of(self)) and attachment.in_checkpoint:
         with inner.masters_in_parameters() if owns_gradients(inner) else nullcontext():

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hf_compressopt.kernels import library, reference, selfcheck
-from hf_compressopt.kernels.c_abi import DTYPES
 from hf_compressopt.kernels.memory import address_of, holds_values, in_memory
+from hf_compressopt.kernels.native import DTYPES
 
 _PLAIN = {Tensor, torch.nn.Parameter}  # torch updates other types, such as DTensor
 _TORCH_FUSED_DEVICES = ("cpu", "cuda")
@@ -135,11 +135,7 @@ def adam_(tensors: AdamTensors, step: AdamStep, plan: AdamPlan | None = None) ->
 
 
 class AdamPlan:
-    """The choice of an implementation for each tensor, with the tables that native code reads.
-
-    Args:
-        tensors: The tensors; they are checked.
-    """
+    """The choice of an implementation for each tensor, with the tables that native code reads."""
 
     def __init__(self, tensors: AdamTensors) -> None:
         """See the class."""
@@ -158,11 +154,7 @@ class AdamPlan:
             self._masters, self._copies = _places(tensors.masters), _places(tensors.copies)
 
     def holds(self, tensors: AdamTensors) -> bool:
-        """Return whether the plan fits these tensors. Gradients may lie elsewhere; all else must be the same.
-
-        torch gives a gradient the shape and dtype of its parameter, so one look at the gradient is enough. Steps never
-        move without their moments. Gradients must not be lazily negated: :func:`adam_` resolves them first.
-        """
+        """Return whether the plan fits these tensors, whose gradients may lie elsewhere and are not lazily negated."""
         if not self._reusable or len(tensors.params) != len(self._seen):
             return False
         columns = tensors.grads, tensors.params, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.steps
@@ -392,11 +384,7 @@ class _Options(ctypes.Structure):
 
 
 class AdamTable:
-    """The addresses of the tensors of one device, as native code reads them.
-
-    Args:
-        tensors: Tensors with the same strides for each parameter, none of them with gaps.
-    """
+    """The addresses of one device's tensors, as native code reads them: same strides for each parameter, no gaps."""
 
     def __init__(self, tensors: AdamTensors) -> None:
         """See the class."""
@@ -406,11 +394,7 @@ class AdamTable:
         self._grads_at = self._grads.tolist()
 
     def run(self, grads: list[Tensor], step: AdamStep, device: torch.device) -> None:
-        """Take a step with gradients that have the dtypes and strides of the table.
-
-        Raises:
-            RuntimeError: If the device reports an error.
-        """
+        """Take a step with gradients of the table's dtypes and strides; a RuntimeError if the device fails."""
         grads_at = _addresses(grads)
         if 0 in grads_at:
             grads = [in_memory("a gradient", grad) for grad in grads]

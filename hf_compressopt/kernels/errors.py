@@ -19,13 +19,8 @@ ERROR_CODE = IntegerCode(ERROR_BITS)
 class CompactErrors:
     """Errors in 8 bits: for each chunk of a bucket a message of integers, as ``IntegerFormat(8)`` describes it.
 
-    Kernels take these instead of float32 errors: an error is what the messages stand for, and a new one is
-    rounded to them. That rounding is within 1/254 of the largest error of a block of 128 elements.
-
-    Attributes:
-        messages: [nbytes(count, world_size)] uint8, one message after another.
-        count: Elements of the bucket.
-        world_size: Number of chunks; 1 for the error of a server, whose bucket is its own chunk.
+    An error is what the messages stand for, and a new one is rounded to them: within 1/254 of the largest of a block.
+    The error of a server has a ``world_size`` of 1.
     """
 
     messages: Tensor

@@ -22,7 +22,7 @@ import torch
 VARIABLE = "HF_COMPRESSOPT_KERNELS"
 CHOICES = ("native", "reference")
 
-_ABI_VERSIONS = {"cpu": (6, 7), "cuda": (7,)}  # 7 takes the memory of CUDA kernels from the caller
+_ABI_VERSION = 8
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
 _DEVICE_ERROR = 3  # co_status of a failure that may pass
@@ -46,7 +46,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_mean_integers": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_float],
     "co_add_integers": [c_void_p, c_void_p, c_int64, c_float, c_float],
     "co_decode_integers": [c_void_p, c_void_p],
-    "co_commit_integers": [c_void_p] * 5 + [c_int64, c_float],
+    "co_any_nan": [c_void_p, c_void_p],
     "co_apply_adam": [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p],
     "co_local_step": [c_void_p] * 5 + [c_int64, c_int64, c_float, c_float, c_void_p],
     "co_sync_parameters": [c_void_p] * 6 + [c_int64, c_float, c_void_p],
@@ -57,19 +57,10 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_sketch": [c_void_p, c_int64, c_int64, c_uint64, c_void_p, c_void_p],
     "co_copy": [c_void_p, c_void_p, c_int64],
 }
-_EXTRA_ARGUMENTS: dict[str, list[Any]] = {  # what a library may lack
-    "co_any_nan": [c_void_p, c_void_p],
-    "co_compress_only": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
-    "co_commit": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
-}
 
 
 def chosen() -> str | None:
-    """Return the choice of ``HF_COMPRESSOPT_KERNELS``: "native", "reference", or None.
-
-    Raises:
-        ValueError: If it is set to anything else.
-    """
+    """Return ``HF_COMPRESSOPT_KERNELS``: "native", "reference", or None; a ValueError if it is anything else."""
     choice = os.environ.get(VARIABLE)
     if not choice:
         return None
@@ -79,12 +70,7 @@ def chosen() -> str | None:
 
 
 def available(device: torch.device) -> bool:
-    """Return whether native kernels work on the tensors of a device.
-
-    Raises:
-        ValueError: If ``HF_COMPRESSOPT_KERNELS`` is set to something unknown.
-        RuntimeError: If it is "native", and there are no native kernels; the message gives the reason.
-    """
+    """Return whether native kernels work on a device; a RuntimeError if not, and the user wants "native"."""
     choice = chosen()
     if choice == "reference":
         return False
@@ -125,27 +111,14 @@ def what_was_built() -> str:
 
 
 def instruction_set(device_type: str) -> str:
-    """Return the instruction set of the library of a device type, such as "avx512".
-
-    Raises:
-        RuntimeError: If the library cannot be loaded.
-    """
+    """Return the instruction set of the library of a device type, such as "avx512"; a RuntimeError without one."""
     return str(_library(device_type).co_instruction_set().decode())
 
 
 def use_instruction_set(name: str) -> None:
-    """Use "avx512_gfni", "avx512", "avx2" or "portable" on the CPU from now on. The bits are the same. For tests.
-
-    Raises:
-        RuntimeError: If this machine cannot run it.
-    """
+    """Use "avx512_gfni", "avx512", "avx2" or "portable" on the CPU from now on, if it can. For tests."""
     library = _library("cpu")
     _check(library, library.co_use_instruction_set(name.encode()))
-
-
-def has(function: str, device: torch.device) -> bool:
-    """Return whether the library of a device has a function."""
-    return hasattr(_library(device.type), function)
 
 
 def call(function: str, device: torch.device, *arguments: Any) -> None:
@@ -223,9 +196,8 @@ def _new_scratch(device: int, nbytes: int) -> torch.Tensor:
 def _host_threads() -> int | None:
     """Return the address of GOMP_parallel of torch's OpenMP runtime, or None if its threads do not run.
 
-    Kernels reuse torch's OpenMP threads: these spin after each operator, and would compete with a second pool. A child
-    of fork() has no such threads, while the runtime would wait for them forever. The number of threads of the process
-    shows whether they run. It is read once, at the first kernel on several threads: later there may be other threads.
+    They spin after each operator, and would compete with a second pool. A child of fork() has none, and the runtime
+    would wait for them forever. The number of threads of the process, at the first kernel on several, shows it.
     """
     if _forked or "OpenMP" not in torch.__config__.parallel_info():
         return None
@@ -263,10 +235,9 @@ def _library(device_type: str) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise RuntimeError(f"{path} cannot be loaded: {error}") from error
-    if (version := library.co_abi_version()) not in (known := _ABI_VERSIONS[device_type]):
-        raise RuntimeError(f"{path} has version {version} of the interface, needed is {known[-1]}: build it again")
-    functions = _ARGUMENTS | {name: types for name, types in _EXTRA_ARGUMENTS.items() if hasattr(library, name)}
-    for name, arguments in functions.items():
+    if (version := library.co_abi_version()) != _ABI_VERSION:
+        raise RuntimeError(f"{path} has version {version} of the interface, needed is {_ABI_VERSION}: build it again")
+    for name, arguments in _ARGUMENTS.items():
         getattr(library, name).argtypes = [*arguments, c_void_p]
     library.co_instruction_set.restype = library.co_last_error.restype = ctypes.c_char_p
     return library

@@ -36,12 +36,7 @@ def kept_per_device(make: Callable[[torch.device], Tensor]) -> Callable[[torch.d
 
 
 def dense_values(name: str, tensor: Tensor) -> Tensor:
-    """Return the values of a dense tensor in contiguous memory: the tensor itself if its memory holds them in order.
-
-    Args:
-        name: What error messages call the tensor.
-        tensor: Any shape and dtype; strided, and not quantized. Of any other, :func:`in_memory` reads the values.
-    """
+    """Return a strided tensor's values in contiguous memory: itself if its memory holds them in order."""
     return tensor if is_direct(tensor) and address_of(tensor) else in_memory(name, tensor)
 
 

@@ -387,18 +387,3 @@ def _dequantize(scales: Tensor, integers: Tensor) -> Tensor:
 def integer_message_nbytes(numel: int, bits: int) -> int:
     """Return the bytes of the integer message of a chunk of ``numel`` elements."""
     return _aligned(-(-numel // SIGNS_PER_BYTE) * bits - 2 * (-numel // INTEGER_BLOCK))
-
-
-def chunk_integer_message_nbytes(numel: int, world_size: int, bits: int) -> list[int]:
-    """Return the bytes of the integer message of each chunk of a bucket of ``numel`` elements, in rank order."""
-    return IntegerCode(bits).chunk_nbytes(numel, world_size)
-
-
-def chunk_messages(messages: Tensor, numel: int, world_size: int, bits: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield the elements [start, stop) and the integer message of each chunk that has elements."""
-    return IntegerCode(bits).chunks(messages, numel, world_size)
-
-
-def scales_of(message: Tensor, numel: int, bits: int) -> Tensor:
-    """Return the scales of a message of integers, [ceil(numel / 128)] bfloat16, which share its memory."""
-    return IntegerCode(bits).scales(message, numel)

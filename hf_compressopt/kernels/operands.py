@@ -9,12 +9,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels.errors import Errors
 from hf_compressopt.kernels.messages import IntegerCode, SignCode
 from hf_compressopt.kernels.variance import Variance
 
@@ -132,24 +131,6 @@ class Combination:
     def of(cls, x: Tensor) -> Combination:
         """Return the combination whose values are x, [n] float32."""
         return cls(x.numel(), x.device, x)
-
-
-@dataclass(slots=True)
-class Commit(Generic[AnyAverage]):
-    """Operands of :meth:`~hf_compressopt.kernels.codec.MessageFormat.commit_`.
-
-    z is what was given to ``compress_``, ``own`` the messages that it wrote, in the form of ``y``, the average that
-    came back; ``error`` is updated in place. ``outputs`` cover the bucket, each written in its own dtype, times
-    ``output_scale``; they may be the gradients of ``z`` at the same places, and else must have the lengths and indices
-    of its segments. Segments without a tensor are left alone. Signs write no outputs.
-    """
-
-    z: Combination
-    error: Errors
-    own: Tensor
-    y: AnyAverage
-    outputs: Sequence[Segment] = ()
-    output_scale: float = 1.0
 
 
 @dataclass(slots=True)

@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from hf_compressopt.flat import chunk_numel
 from hf_compressopt.kernels.errors import Errors, keep_errors_, values_of_errors
 from hf_compressopt.kernels.messages import AnyCode, IntegerCode
 from hf_compressopt.kernels.operands import (
     AdamUpdate,
     Average,
     Combination,
-    Commit,
     Descent,
     IntegerAverage,
     LambMoments,
@@ -73,17 +73,6 @@ def average_compress_(
     keep_errors_(new_error, mean - code.encode_(mean, out, code.common_scale(mean)))
 
 
-def commit_(code: AnyCode, commit: Commit[Average] | Commit[IntegerAverage]) -> None:
-    """Finish a step that is finite: error <- z + error - the values of ``own``; outputs <- y * output_scale."""
-    y = commit.y
-    error = values_of(commit.z) + values_of_errors(commit.error)
-    for start, stop, message in code.chunks(commit.own, y.numel, y.world_size):
-        error[start:stop] -= code.decode(message, stop - start)
-    keep_errors_(commit.error, error)
-    if commit.outputs and isinstance(y, IntegerAverage):
-        add_(y, commit.outputs, 0.0, commit.output_scale)
-
-
 def mean_(code: IntegerCode, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:
     """Sum the messages of one chunk, in the order of :func:`average_compress_`: out <- sum * factor, [n] float32."""
     if out.numel():
@@ -99,6 +88,28 @@ def add_(y: IntegerAverage, outputs: Sequence[Segment], decay: float, scale: flo
     for segment, (change,) in _pieces(outputs, values):
         if segment.tensor is not None:
             segment.part.copy_(change if decay == 0 else segment.part.float() * decay + change)
+
+
+def any_nan(*averages: IntegerAverage) -> Tensor:
+    """Return whether a block of some averages is not finite, [] bool, from its scales."""
+    return torch.stack([largest_scale(y) for y in averages]).isnan().any()
+
+
+def largest_scale(y: Average | IntegerAverage) -> Tensor:
+    """Return the largest scale, [], NaN if one is: in one reduction of all whole chunks, and one of the last."""
+    if y.messages is None:
+        raise ValueError("an average in messages is needed, got values")
+    code, each = y.code, chunk_numel(y.numel, y.world_size)
+    found = [torch.zeros((), dtype=code.scale_dtype, device=y.messages.device)] if y.numel == 0 else []
+    whole = y.numel // each if each else 0
+    if whole:
+        (first, count), size = code.scales_at(each), code.scale_dtype.itemsize
+        scales = y.messages[: y.messages.numel() // size * size].view(code.scale_dtype)
+        place = scales.storage_offset() + first // size
+        found.append(scales.as_strided((whole, count), (y.stride // size, 1), place).amax())
+    if rest := y.numel - whole * each:
+        found.append(code.scales(y.messages[whole * y.stride :], rest).amax())
+    return found[0] if len(found) == 1 else torch.maximum(*found)
 
 
 def decompress_(y: Average | IntegerAverage, out: Tensor) -> None:

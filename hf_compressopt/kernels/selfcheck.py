@@ -150,7 +150,9 @@ def _integers(kernels: Any, data: Data) -> Written:
         messages = data.zeros(nbytes)
         kernels.compress_(code, z, error, messages, 3, left)
         if min(sizes):  # chunks that are all there
-            kernels.add_(o.IntegerAverage(data.numel, messages, 3, bits, max(sizes)), outputs, 0.5, 2.0)
+            y = o.IntegerAverage(data.numel, messages, 3, bits, max(sizes))
+            kernels.add_(y, outputs, 0.5, 2.0)
+            yield kernels.any_nan(y), 0.0
         received, server = data.messages(code, data.numel, _RANKS), data.errors(1, compact)
         out = data.zeros(code.nbytes(data.numel))
         kernels.average_compress_(code, received, server, server, out, _RANKS)
@@ -170,7 +172,6 @@ FAMILIES: dict[str, Callable[[Any, Data], Written]] = dict(
 )
 _FAMILY = {
     "compress_": "compress",
-    "commit_": "compress",
     "average_compress_": "average",
     "mean_": "integers",
     "add_": "integers",
@@ -203,7 +204,7 @@ def kernels(device: torch.device) -> Any:
     if not failed:
         return native
     if failed not in _mixed:
-        names = [name for name in vars(native) if name in vars(reference) and name.endswith(("_", "_squares"))]
+        names = [name for name in vars(native) if name in vars(reference) and name.endswith(("_", "_nan", "_squares"))]
         _mixed[failed] = SimpleNamespace(**{name: _choosing(name, failed) for name in names})
     return _mixed[failed]
 
@@ -225,11 +226,7 @@ def trusted(family: str, device: torch.device) -> bool:
 
 
 def failures(device: torch.device) -> frozenset[str]:
-    """Return the families that differ from the reference on a device that has native kernels.
-
-    Raises:
-        RuntimeError: If one does, and ``HF_COMPRESSOPT_KERNELS`` is "native".
-    """
+    """Return the families that differ from the reference on a device; a RuntimeError if the user wants "native"."""
     found = checked.get(device)
     if found is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

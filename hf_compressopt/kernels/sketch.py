@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels import library, native, reference, selfcheck
-from hf_compressopt.kernels.c_abi import Operands, address, mark_written
 from hf_compressopt.kernels.codec import on
+from hf_compressopt.kernels.native import Operands, address, mark_written
 from hf_compressopt.kernels.operands import Segment
 
 #: Numbers of a sketch, and elements of a run.

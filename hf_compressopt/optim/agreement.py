@@ -338,9 +338,6 @@ class StepGradients:
     def square_norm(self) -> float:
         """Return the squared norm of averaged gradients; of local ones the mean over ranks of their squared norms.
 
-        The latter is at least the square of the norm of the mean, and at most W times that. Parameters that only some
-        of the ranks hold count by the mean over these.
-
         It is alike on all ranks, after :meth:`agree`, and not finite if an element on any rank is not, or is too large
         for its square to be a float32.
         """
@@ -446,10 +443,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_log(logger: logging.Logger, level: int, message: str, *args: object) -> None:
-    """Log a line; a handler that fails, such as one that writes to a closed stderr, does not stop the step.
-
-    An error on one rank in the middle of a step would leave the other ranks waiting.
-    """
+    """Log a line; a failing handler, such as one of a closed stderr, must not leave the other ranks waiting."""
     with suppress(Exception):
         logger.log(level, message, *args)
 

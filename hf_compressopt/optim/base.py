@@ -36,7 +36,7 @@ from hf_compressopt.optim.group import (
     mean_variance_norm,
 )
 from hf_compressopt.optim.late import LATE_CLIP, EarlyMessages
-from hf_compressopt.optim.math import adam_step_, in_float32
+from hf_compressopt.optim.math import adam_step_, evaluate, in_float32
 from hf_compressopt.optim.options import (
     check_at_least,
     check_count,
@@ -807,11 +807,3 @@ class CompressedOptimizer(torch.optim.Optimizer):
             f"{everyone.name}{nodes}, scale_block={self.scale_block}, kernels: "
             f"{kernels.implementation(everyone.device)}"
         )
-
-
-def evaluate(closure: Callable[[], float] | None) -> float | None:
-    """Evaluate the closure of ``step(closure)`` with gradients enabled, and return its loss; None without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

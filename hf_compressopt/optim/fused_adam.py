@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
-from hf_compressopt.optim.base import evaluate
-from hf_compressopt.optim.math import clip_factor, grad_square_sum
+from hf_compressopt.optim.math import clip_factor, evaluate, grad_square_sum
 from hf_compressopt.optim.options import check_at_least, check_betas, check_last_group, check_parameter
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

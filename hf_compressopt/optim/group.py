@@ -29,12 +29,7 @@ PIECES = "pieces"
 
 
 class MomentShards:
-    """This rank's part of the two moments of a param group, bucket by bucket.
-
-    Attributes:
-        spans: The runs of parameters in this rank's chunk of each bucket.
-        numels_in_full: For each bucket, how many elements of each rank's chunk travel in full precision.
-    """
+    """This rank's part of both moments: spans of parameters in its chunk of each bucket, and what travels in full."""
 
     def __init__(
         self, layout: FlatLayout, communicator: Communicator, device: torch.device, in_full: Sequence[bool]
@@ -122,17 +117,9 @@ STATE = "float32"
 class Moments:
     """The two moments of a param group: flat float32 buffers, or a compact form that takes their place.
 
-    A frozen variance becomes 8 bits an element. A momentum that is what the servers' last messages say becomes these
-    messages. Until they are there, in the first compressed step and after a load on another number of ranks, it is
-    float32.
-
-    Attributes:
-        exp_avg: [numel] float32, or [0] while messages take its place.
-        exp_avg_sq: [numel] float32, or [0] while codes take its place.
-        codes: [numel] uint8, the frozen variance, or [0].
-        tops: [parameters] int32, see :class:`~hf_compressopt.kernels.LogVariance`.
-        last: The momentum of the buckets whose messages have come, by the buckets' first elements.
-        shards: This rank's part of the moments, if the ranks share them out; the buffers are [0] then.
+    A frozen variance becomes 8 bits an element: ``codes``, [numel] uint8, and ``tops``, [parameters] int32 (see
+    :class:`~hf_compressopt.kernels.LogVariance`). A momentum that is what the servers' last messages say becomes these:
+    ``last``, by the buckets' first elements. What a compact form or ``shards`` replace is [0].
     """
 
     def __init__(self, layout: FlatLayout, device: torch.device, shards: MomentShards | None = None) -> None:
@@ -354,14 +341,10 @@ def follow_moments(entries: Iterable[Any]) -> None:
 
 @dataclass(frozen=True)
 class ExtraState:
-    """A state tensor that an algorithm has beyond Adam's two moments.
+    """A state tensor that an algorithm has beyond Adam's two moments, by its name in ``optimizer.state``.
 
-    Attributes:
-        name: Its name in ``optimizer.state`` and in checkpoints.
-        per: "element" (one float32 per element, flat), "parameter" (float32) or "group" (float64).
-        initial: The value that it starts with.
-        always: Whether groups that are never compressed have it too.
-        plain: Name of its first value in the state of a plain Adam that is loaded, if that is not ``initial``.
+    ``per`` is "element" (float32, flat), "parameter" (float32) or "group" (float64). ``always``: groups that are never
+    compressed have it too. ``plain``: name of its first value in a plain Adam's state, if not ``initial``.
     """
 
     name: str
@@ -375,23 +358,12 @@ class GroupState:
     """One param group: its options, and the state of its trainable parameters, allocated at once, alike on every rank.
 
     Attributes:
-        options: The param group itself, as torch's optimizers have it.
-        number: Its number among the param groups.
-        params: The parameters that required a gradient when the group was added, in the group's order.
-        names: Their names, for checkpoints.
+        names: The names of the parameters, for checkpoints; ``labels`` are those for messages.
         in_full: Whether the gradients of each travel in full precision beside messages of integers.
-        labels: Their names for messages: the model's, if they are known.
-        layout: The place of each in the flat buffers.
-        compact: Whether errors, and moments after the warmup stage, take the form that needs little memory.
-        moments: The two moments.
-        errors: The errors of error feedback.
         steps: [len(params)] float32 on the CPU, steps that each parameter has seen.
-        extra: The algorithm's own state tensors, by name.
         compressed: Whether the group is ever compressed, and so needs errors and extras.
-        communicator: The ranks that hold these parameters.
         own_rank: This rank's number among all ranks if the param group has a process group of its own, since other
             ranks may hold other parameters. Else None.
-        shared_out: Whether the ranks share out the moments of the warmup stage.
         own_params: This rank's own parameters, while others stand in their place.
         still: For each parameter, whether it does not move after the warmup stage; see :meth:`find_still`.
     """
@@ -582,11 +554,7 @@ class GroupState:
         return segments
 
     def parameter_segments(self, bucket: Bucket, moving: Container[int] | None = None) -> ParameterSegments:
-        """Give the parts of parameters that lie in a bucket, to be changed in place inside a ``with``.
-
-        A parameter that was frozen after it was added does not change. If ``moving`` is given, only the parameters in
-        it change.
-        """
+        """Give the parts of (unfrozen, ``moving``) parameters in a bucket, to be changed in place inside a ``with``."""
         found = ParameterSegments()
         for piece in bucket.pieces:
             index, values, param = piece.index, None, self.params[piece.index]

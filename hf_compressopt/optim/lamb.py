@@ -33,13 +33,14 @@ from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions, sum_of_squares
 from hf_compressopt.optim.agreement import Grads
-from hf_compressopt.optim.base import CompressedOptimizer, evaluate
+from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import ExtraState, GroupState, has_own_groups
 from hf_compressopt.optim.math import (
     advance_moments_,
     apply_update_,
     corrected_moments,
     denominator,
+    evaluate,
     trust_ratio,
 )
 from hf_compressopt.optim.options import check_at_least, check_last_group

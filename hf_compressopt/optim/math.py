@@ -1,9 +1,9 @@
-"""The mathematics of one tensor, and of gradients: no process group, no optimizer, no state."""
+"""The mathematics of one tensor, and of gradients: no process group, no optimizer, no state; and a step's closure."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_float
 from typing import Any
 
@@ -16,6 +16,14 @@ from hf_compressopt.kernels.adam import AdamStep, AdamTensors, adam_
 from hf_compressopt.kernels.memory import in_memory
 
 _CHUNK = 1 << 18  # elements of which a wider copy may be made
+
+
+def evaluate(closure: Callable[[], float] | None) -> float | None:
+    """Evaluate the closure of ``step(closure)`` with gradients enabled, and return its loss; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -50,8 +58,8 @@ def adam_step_(
 ) -> None:
     """Take one step of Adam with decoupled weight decay (AdamW, arXiv 1711.05101, Algorithm 2), in place.
 
-    If torch has the algorithm, this is torch's own arithmetic, bit for bit, unless ``fused``. Parameters of lower
-    precision than float32 are updated in float32 and rounded once. ``group`` has the options of a param group.
+    It is torch's own arithmetic, bit for bit, where torch has the algorithm, unless ``fused``. Parameters of lower
+    precision than float32 are updated in float32 and rounded once.
     """
     if not params:
         return
@@ -152,11 +160,7 @@ def apply_update_(param: Tensor, update: Tensor, rate: Tensor) -> None:
 
 
 def grad_square_sum(params: Sequence[Tensor]) -> Tensor | None:
-    """Sum the squares of all elements of the gradients.
-
-    Of DTensors (FSDP2, tensor parallelism) each rank sums up its own shards, and the ranks of their mesh add these
-    sums: one all-reduce for each mesh and placement. All ranks of the mesh call.
-    """
+    """Sum the squares of all gradients; of DTensors over their mesh: one all-reduce per mesh and placement."""
     if any(getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False) for p in params):
         raise ValueError(
             "max_grad_norm must be 0 for the parameters of torch's FullyShardedDataParallel (FSDP1): each rank would "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_compressopt.optim.base import evaluate
+from hf_compressopt.optim.math import evaluate
 
 _MUON = "muon"  # the key of a param group that says which optimizer steps it
 _OF_MUON = ("lr", "weight_decay", "momentum")

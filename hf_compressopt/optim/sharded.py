@@ -77,11 +77,7 @@ _Counts = tuple[Sequence[float], Sequence[float]]
 def take_sharded_step(
     states: Sequence[GroupState], gradients: Grads, sent: FreedGradients | None = None, *, bits: int, fused: bool
 ) -> None:
-    """Take a step of the param groups whose moments are shared out. All ranks call.
-
-    As in a step of AdamW, a parameter without a gradient on any rank does not move, except for what earlier messages
-    have missed, and does not count the step.
-    """
+    """Take a step of groups with shared moments. A parameter without gradient on any rank does not count the step."""
     present = _present(states, gradients, sent)
     run_tasks(
         _step_of_bucket(state, number, feedback, gradients[state.number], here, sent, bits=bits, fused=fused)
@@ -194,8 +190,7 @@ def end_warmup_stage(
 ) -> None:
     """Fold the bias corrections into the moments, apply the variance floor, and gather what ranks have shared out.
 
-    All ranks call. The errors of the gradients' messages become errors of the momentum, b1 m + (1 - b1) g: times
-    1 - b1.
+    The gradients' errors become errors of the momentum b1 m + (1 - b1) g: times 1 - b1. All ranks call.
     """
     for state in states:
         if state.compressed:
@@ -330,13 +325,9 @@ class _SentGradients:
 
 
 class FreedGradients:
-    """The gradients of one optimizer that are sent while backward runs, of the param groups whose state is shared out.
+    """The gradients of one optimizer's shared-out groups: a :class:`~hf_compressopt.collectives.backward.Sender`.
 
-    It is a :class:`~hf_compressopt.collectives.backward.Sender`.
-
-    Attributes:
-        loss_scale: Returns the factor that the gradients of the coming backward pass carry; None for the one that a
-            gradient scaler has told.
+    ``loss_scale`` returns the factor of the coming pass; None takes what a gradient scaler has told.
     """
 
     def __init__(
@@ -562,10 +553,7 @@ class FreedGradients:
         return self.have_left and not self._plan.stage.number
 
     def squares(self) -> dict[float, Tensor]:
-        """Return sums of squares, [] float64, by the factor that makes their sum over the ranks a squared norm.
-
-        In the warmup stage that is the norm of the mean gradient, later the mean square of the ranks' norms.
-        """
+        """Return sums of squares, [] float64, by the factor that makes their sum over the ranks a squared norm."""
         device = self._communicator.device
         if self.is_exact:
             return {1.0: sum_of_squares([self._sent.means[key].values for key in self.signature], device)}
@@ -617,10 +605,7 @@ class FreedGradients:
         return mean.values
 
     def note_loss_scale(self, scale: float) -> None:
-        """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it.
-
-        In the warmup stage it is divided out of what was sent under another factor, as in a scaler's first step.
-        """
+        """Take over a scaler's factor of the step; in the warmup stage divide it out of what was sent under another."""
         self.complete()
         if not self.have_left or scale == self._backward.loss_scale:
             return

@@ -43,14 +43,9 @@ def check_warmup_bits(bits: Any, communicator: Any) -> None:
 
 
 class WarmupGradients:
-    """The form of the averaged gradients of one optimizer.
+    """The form of one optimizer's averaged gradients: integers of 4 or 8 bits, bfloat16 (16), or as they are (32).
 
-    Attributes:
-        bits: Bits per element of a message: 4 or 8 for integers with error feedback, 16 for bfloat16, 32 for the
-            gradients as they are.
-        rounds: Those of :func:`~hf_compressopt.average_gradients`.
-        in_use: Whether the gradients of the last step were averaged in this form, and in less than 32 bits.
-        ever_in_use: Whether the gradients of any step of the run were averaged in this form; a part of the state.
+    ``in_use``: the last step's gradients had it, in less than 32 bits; ``ever_in_use``: any step's, part of the state.
     """
 
     def __init__(self, bits: int, groups: ParamGroups) -> None:
@@ -71,8 +66,7 @@ class WarmupGradients:
     ) -> list[GradientBucket]:
         """Return the buckets in which the gradients of a round travel; those of own process groups stay local.
 
-        A param group travels as integers if it is ever compressed, and all its parameters are in the round; its small
-        parameters travel beside them.
+        A group travels as integers if it is ever compressed and whole in the round, its small parameters beside them.
         """
         self._follow()
         self.ever_in_use = True
@@ -136,10 +130,7 @@ class WarmupGradients:
         return torch.cat([each.to(self._communicator.device, torch.float64) for each in found]) if found else None
 
     def note_loss_scale(self, scale: float) -> None:
-        """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it.
-
-        If they travelled under another one, as in the first step, their errors carry it: it is divided out.
-        """
+        """Take over the factor that a scaler's gradients carried; errors of another one are divided by it."""
         if self._travelled and scale != self._assumed_scale:
             for state in self._states:
                 if state.own_rank is None:

@@ -46,11 +46,7 @@ _HOOK = f"{_ADAMW}, and model.register_comm_hook(None, bf16_compress_hook) of to
 
 
 class Buckets:
-    """Bytes of a compressed optimizer's buffers on the rank that has the most: the one that serves the longest chunks.
-
-    ``bucket_numel`` elements are sent together; the ``node_size`` ranks of a node in the hierarchical all-reduce share
-    the worker errors.
-    """
+    """Bytes of a compressed optimizer's buffers on the rank that serves the longest chunks."""
 
     def __init__(self, params: int, world_size: int, bucket_numel: int, node_size: int = 1) -> None:
         self.params, self.world_size, self.bucket_numel, self.node_size = params, world_size, bucket_numel, node_size
@@ -98,11 +94,7 @@ class Buckets:
         return FLOAT_BYTES * values if self.world_size > 1 else 0
 
     def states(self, optimizer_class: type[CompressedOptimizer]) -> dict[str, int]:
-        """Bytes of the state of a compressed optimizer, by its form: moments, errors, and the algorithm's own values.
-
-        In the first compressed step, a compact state also holds some moments in both forms, which is left out: 1/8 byte
-        per element, or 1 byte if the momentum stays float32.
-        """
+        """Bytes of a compressed optimizer's state by form; in the first compressed step compact moments lie in both."""
         own = FLOAT_BYTES * self.params * sum(state.per == "element" for state in optimizer_class.extra_state)
         momentum = FLOAT_BYTES * self.params
         if optimizer_class.momentum_is_message and self.world_size > 1:
@@ -126,12 +118,10 @@ def memory_rows(
     bucket_cap_mb: float,
     node_size: int = 1,
 ) -> dict[str, dict[str, int]]:
-    """Bytes on each rank, by optimizer and by content.
+    """Bytes on each rank, by optimizer and by content, with a row for each form of a compressed optimizer's state.
 
-    A compressed optimizer has a row for each form of its state. Its messages in flight are left out: they have 1/32 of
-    the buckets' bytes. With ``zero_stage=2`` gradients are the means of this rank's chunks, and a bucket of gradients
-    waits to be sent. ``node_size``: see :class:`Buckets`. FSDP2 has no replicas here: each rank has a shard of all, and
-    errors for all, old and new ones; if parameters travel in 4 bits, too, it has all parameters beside its shard.
+    Messages in flight are left out: 1/32 of the buckets' bytes. FSDP2 has no replicas here: each rank has a shard of
+    all, and errors for all, old and new ones; with parameters in 4 bits all parameters, too.
     """
     estimate = partial(
         estimate_zero_memory,
@@ -175,8 +165,7 @@ def _memory_rows_of(cls: type[CompressedOptimizer]) -> list[str]:
 def zero_one_shares(steps: int, low_bit: bool) -> Counter[tuple[Stage, int]]:
     """Count the steps that 0/1 Adam takes in each stage and of each kind, by Trainer's default schedule.
 
-    The kind is 1 for a step with averaged gradients and 0 for a 1-bit gradient in the variance stage; in the local-step
-    stage it is the length of the interval. ``low_bit``: averaged gradients travel in fewer than 32 bits.
+    The kind is 1 for averaged gradients, 0 for a 1-bit gradient, and the length of the interval in local steps.
     """
     schedule = ZeroOneSchedule().fitted(steps, (), low_bit=low_bit).expected()
     shares: Counter[tuple[Stage, int]] = Counter()
@@ -189,10 +178,7 @@ def zero_one_shares(steps: int, low_bit: bool) -> Counter[tuple[Stage, int]]:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: flags of Trainer, its rows of :func:`memory_rows`, and predicted steps by stage.
-
-    A way of several stages ends with the mean step of the whole run.
-    """
+    """A way to train: flags of Trainer, rows of :func:`memory_rows`, predicted steps by stage, then the mean step."""
 
     name: str
     flags: str
@@ -210,10 +196,7 @@ class Way:
 
 
 def ways(model: Model, steps: int, warmup_bits: int | None = None) -> list[Way]:
-    """All ways to train for so many steps, the smallest change of a training first.
-
-    The stages have the shares that Trainer gives them; ``warmup_bits`` is the option in the flags, None leaves it out.
-    """
+    """All ways to train for so many steps, the smallest change of a training first; ``warmup_bits`` may be None."""
     ddp, zero, itemsize = model.ddp(), model.zero(), model.training.itemsize
     found = [Way(f"DDP, {8 * itemsize}-bit gradients", _ADAMW, ["no ZeRO"], {"": ddp})]
     if itemsize > _HALF_BYTES:
@@ -273,11 +256,7 @@ def _zero_one(model: Model, steps: int) -> dict[str, Step]:
 
 
 def ranked(found: list[Way], steps: int, memory: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
-    """Rank the ways to train by the time of a run, the fastest first.
-
-    ``place`` is that in :func:`ways`; ``step_seconds`` and ``step_bytes`` (sent by a rank) are those of the longest
-    stage, ``memory_bytes`` those of a rank at their largest.
-    """
+    """Rank the :func:`ways` by the time of a run, the fastest first; step figures are those of the longest stage."""
     choices = [
         {
             "name": way.name,

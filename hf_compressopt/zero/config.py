@@ -331,10 +331,7 @@ def check_optimizer_class(optimizer_class: Any, options: Mapping[str, Any] | Non
 def take_clipping(
     optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], clip_grad: float
 ) -> tuple[dict[str, Any], float]:
-    """Read ``max_grad_norm`` as ``clip_grad``; a wrapped optimizer that has it would clip by this rank's part.
-
-    Returns the wrapped optimizer's options with ``max_grad_norm`` off, and the norm to clip to; 0 is off.
-    """
+    """Read ``max_grad_norm`` as ``clip_grad``, 0 for off: a wrapped optimizer would clip by this rank's part."""
     taken = signature(optimizer_class).parameters
     if "max_grad_norm" not in options:
         by_default = taken.get("max_grad_norm")

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import Pipeline, Task, all_gather, in_place_order, in_rank_order, summed
-from hf_compressopt.kernels import Combination, CompactErrors, IntegerFormat, Segment, chunk_messages, scales_of
-from hf_compressopt.kernels.errors import ERROR_BITS
+from hf_compressopt.kernels import Combination, CompactErrors, IntegerFormat, Segment
+from hf_compressopt.kernels.errors import ERROR_CODE
 from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.zero.parts import Part, Slice
 
@@ -36,9 +36,7 @@ from hf_compressopt.zero.parts import Part, Slice
 class SliceErrors:
     """The errors of this rank's messages of a slice, in 8 bits, in the unit of a gradient without loss scale.
 
-    The errors of the passes since the last step lie beside those of that step, until the step is taken or dropped: a
-    step is dropped if a gradient is not finite on any rank, and its errors with it. Each lot takes 1.02 bytes per
-    element.
+    Those of passes since the last step lie beside it until the step is taken, or dropped with them.
     """
 
     def __init__(self, form: IntegerFormat, numel: int, world_size: int, device: torch.device) -> None:
@@ -65,9 +63,9 @@ class SliceErrors:
     def rescale(self, factor: float) -> None:
         """Multiply the errors since the last step, whose unit turned out to be another one."""
         if self._pending is not None:
-            errors, bits = self._pending, ERROR_BITS
-            for start, stop, message in chunk_messages(errors.messages, errors.count, errors.world_size, bits):
-                scales_of(message, stop - start, bits).mul_(factor)
+            errors = self._pending
+            for start, stop, message in ERROR_CODE.chunks(errors.messages, errors.count, errors.world_size):
+                ERROR_CODE.scales(message, stop - start).mul_(factor)
 
     def to(self, device: torch.device) -> None:
         if device != self.kept.device:

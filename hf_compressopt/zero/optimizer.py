@@ -22,8 +22,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.flat import FLOAT_BYTES
-from hf_compressopt.optim.base import evaluate
-from hf_compressopt.optim.math import in_float32
+from hf_compressopt.optim.math import evaluate, in_float32
 from hf_compressopt.optim.state import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts
 from hf_compressopt.zero.config import (
@@ -637,10 +636,7 @@ def _pieces(
 
 
 class _ShadowSteps(JoinHook):
-    """The steps of a rank without inputs: it updates its part of the parameters, with zero gradients of its own.
-
-    Averages are still taken over all ranks. Inside the context every rank runs one pass that sends per step.
-    """
+    """The steps of a rank without inputs, with zero gradients of its own: inside, each runs one pass that sends."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._optimizer = optimizer

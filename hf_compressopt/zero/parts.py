@@ -79,10 +79,7 @@ def slice_numel(bucket_numel: int, world_size: int) -> int:
 
 
 def partition(numels: Sequence[tuple[int, int]], length: int, world_size: int, *, rotate: bool = False) -> list[Slice]:
-    """Cut parameters, (number, elements) in the order in which they are sent, into slices of ``length`` elements.
-
-    ``rotate`` gives the first part of slice i to rank i, modulo the number of ranks, instead of rank 0.
-    """
+    """Cut parameters, (number, elements) in sending order, into slices; ``rotate`` starts slice i at rank i."""
     total = sum(_round_up(numel, ALIGN) for _, numel in numels)
     sizes = [min(length, _round_up(total - low, ALIGN * world_size)) // world_size for low in range(0, total, length)]
     spans: list[list[list[Span]]] = [[[] for _ in range(world_size)] for _ in sizes]
@@ -282,10 +279,9 @@ def _keep_digits(master: Tensor, values: Tensor) -> None:
 
 
 class UpdateBucket:
-    """Some consecutive slices, by number the parts in each, and the wrapped optimizer of this rank's parts of them.
+    """Some consecutive slices, their parts by number, and the wrapped optimizer of this rank's parts of them, or None.
 
-    Each bucket has an optimizer of its own, so that its parameters can be sent while the next bucket is updated; None
-    if this rank has no part. Element-wise state has ``state_dtype`` between steps; None leaves it as it is.
+    Element-wise state has ``state_dtype`` between steps; None leaves it as it is.
     """
 
     def __init__(

@@ -106,11 +106,7 @@ class SliceGradients:
 
 
 class GradientReducer:
-    """Sender of gradients to their owners, and keeper of this rank's averages.
-
-    ``present`` says of each parameter whether this rank had a gradient of it since the last :meth:`clear`; ``fault`` is
-    the error in a gradient of this rank, to be raised on all ranks together.
-    """
+    """Sender of gradients to their owners, and keeper of this rank's averages, presence and fault."""
 
     def __init__(
         self,
@@ -251,9 +247,8 @@ class GradientReducer:
     def _average(self, gradients: SliceGradients) -> Task[None]:
         """Average a slice over its ranks, and add this rank's part to its average.
 
-        The owner sums in float32, in an order that depends on the topology alone, so that the bits depend neither on
-        the backend nor on the number of messages. An all-to-all moves as much as a reduce-scatter should; gloo's own
-        reduce-scatter moves twice that.
+        The owner sums in float32, in an order that depends on the topology alone: the bits depend neither on the
+        backend nor on the number of messages. gloo's own reduce-scatter moves twice the bytes.
         """
         ranks, kept, after = gradients.communicator, gradients.kept_dtype, self._precision.after
         if gradients.errors is not None:
@@ -331,12 +326,7 @@ class GradientReducer:
 
 
 class GradientAverages:
-    """This rank's average gradients between backward and the update.
-
-    Attributes:
-        factor: Factor of the averages when they are used: the loss scale taken out, and clipping.
-        were_clipped: Whether :meth:`clip` was ever called.
-    """
+    """This rank's average gradients between backward and the update; ``factor`` takes the loss scale out, and clips."""
 
     def __init__(self, partition: PartitionedParameters, loss_scale: LossScale) -> None:
         self.factor, self.were_clipped = 1.0, False
@@ -350,11 +340,7 @@ class GradientAverages:
         self._square, self.factor = None, 1.0
 
     def finish(self, groups: Sequence[dict[str, Any]]) -> float:
-        """Send the rest of the gradients, and agree on the norm. All ranks call.
-
-        Returns:
-            The square of the norm of the average gradient times ``factor``.
-        """
+        """Send the rest, and agree on the squared norm of the average times ``factor``. All ranks call."""
         self._reducer.flush()
         if self._square is None or self._norm_of_pass != self._reducer.passes:
             if self._square is None:
@@ -512,10 +498,7 @@ def pack(buffer: Tensor, cut: Slice, param: int, values: Tensor, scale: float | 
 
 
 def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Communicator, pipeline: Pipeline) -> None:
-    """Start giving all ranks the elements of the parameters that this rank has updated.
-
-    They have arrived when ``pipeline`` is drained.
-    """
+    """Start giving all ranks what this rank has updated; all is there when ``pipeline`` is drained."""
     nbytes = cut.numel * params[next(iter(cut.places))].element_size()
     pipeline.room_for(nbytes)
     pipeline.add(_gather(params, cut, communicator), nbytes)

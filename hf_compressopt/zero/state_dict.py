@@ -77,10 +77,7 @@ def rows_of(optimizer: ZeroOptimizer) -> Iterator[Row]:
 
 
 def take_rows(optimizer: ZeroOptimizer, rows: Iterable[Row], groups: Sequence[dict[str, Any]]) -> None:
-    """Take over the values of all parts, and the hyperparameters in place, since schedulers hold the groups.
-
-    Element-wise state gets the dtype of the option, or the weight's as torch's optimizers do.
-    """
+    """Take over the values of all parts, and hyperparameters in place, since schedulers hold the groups."""
     of_torch = optimizer.optimizer_class.__module__.startswith("torch.optim.")
     for bucket, part, row in rows:
         param, state = optimizer.partition.tensors[part.param], row["state"]
@@ -137,10 +134,7 @@ def _all_parameters(optimizer: ZeroOptimizer) -> list[Tensor]:
 
 
 def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
-    """Load a state dict of this rank and layout, or without a header ``own`` a whole one of the wrapped optimizer.
-
-    Nothing is changed if it does not fit.
-    """
+    """Load a state dict of this rank and layout, or a whole one without header; nothing changes if it does not fit."""
     partition = optimizer.partition
     partition.require_replicas("load_state_dict()")
     saved_groups = state_dict["param_groups"]

@@ -196,7 +196,7 @@ def test_compute_sanitizer_finds_nothing(tool: str) -> None:
         "for form in c.FORMATS:\n"
         "    c.check_compress(d, form, 9001, 3, segments=7); c.check_average_compress(d, form, 9001, 3)\n"
         "    c.check_compress(d, form, 9001, 3, segments=90, last=3, compact=True)\n"
-        "c.check_commit(d, c.INTEGERS[0], 9001, 3, segments=7); c.check_apply_adam(d, 5003, 7, chunks=3)\n"
+        "c.check_apply_adam(d, 5003, 7, chunks=3)\n"
         "c.check_apply_adam(d, 5003, 7, chunks=3, log=True, with_m=False); c.check_adam(d, [1, 5000], shift=1)\n"
         "c.check_lamb(d, 9001, 6, chunks=3, options=LambOptions(0.9, 0.999, 1e-6, 0.1, False))\n"
         "c.check_square_sums(d, [1, 7, 9001])\n"

@@ -24,7 +24,7 @@ from hf_compressopt.kernels import (
     native,
     selfcheck,
 )
-from hf_compressopt.kernels.c_abi import ErrorsRecord
+from hf_compressopt.kernels.native import ErrorsRecord
 from tests.support import emulated
 from tests.support import kernel_cases as cases
 from tests.support.emulated import Emulator
@@ -274,7 +274,6 @@ KERNELS = {  # of a bucket
     "apply": lambda c: cases.check_apply_adam(CPU, 9001, 5, chunks=3, log=c),
     "compress integers": lambda c: cases.check_compress(CPU, INTEGERS, 9001, 3, segments=5, compact=c),
     "average integers": lambda c: cases.check_average_compress(CPU, INTEGERS, 9001, 8, compact=c),
-    "commit integers": lambda c: cases.check_commit(CPU, INTEGERS, 9001, 3, segments=5, compact=c),
     "add integers": lambda c: cases.check_add(CPU, INTEGERS, 9001, 3, segments=5, decay=0.5 * c, scale=2.0),
 }
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_range
-from hf_compressopt.kernels import Combination, Commit, IntegerAverage, IntegerFormat, Segment, any_nan, scales_of
-from hf_compressopt.kernels.messages import chunk_integer_message_nbytes, integer_message_nbytes
+from hf_compressopt.kernels import Combination, IntegerAverage, IntegerFormat, Segment, any_nan
+from hf_compressopt.kernels.messages import integer_message_nbytes
 
 pytestmark = pytest.mark.usefixtures("implementation")
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def normal(numel: int, seed: int = 0) -> Tensor:
 
 
 def compressed(u: Tensor, bits: int, world_size: int = 1) -> Tensor:
-    messages = torch.full((sum(chunk_integer_message_nbytes(u.numel(), world_size, bits)),), 7, dtype=torch.uint8)
+    messages = torch.full((sum(IntegerFormat(bits).chunk_nbytes(u.numel(), world_size)),), 7, dtype=torch.uint8)
     IntegerFormat(bits).compress_(Combination.of(u), torch.zeros_like(u), messages, world_size)
     return messages
 
@@ -54,7 +54,7 @@ def test_blocks_are_counted_from_the_start_of_a_chunk() -> None:
     numel = 2 * 136  # of two ranks: a block of 128, and one of 8
     u = torch.cat([torch.full((128,), 7.0), torch.full((8,), 14.0), torch.full((128,), -28.0), torch.zeros(8)])
     messages = compressed(u, 4, world_size=2)
-    assert chunk_integer_message_nbytes(numel, 2, 4) == [80, 80]  # 68 and 4 bytes
+    assert IntegerFormat(4).chunk_nbytes(numel, 2) == [80, 80]  # 68 and 4 bytes
     first = bytes([0x77] * 64 + [0x77] * 4) + struct.pack("<2H", 0x3F80, 0x4000) + bytes(8)
     second = bytes([0x99] * 64 + [0x00] * 4) + struct.pack("<2H", 0x4080, 0x0000) + bytes(8)
     assert bytes(messages.tolist()) == first + second
@@ -63,7 +63,7 @@ def test_blocks_are_counted_from_the_start_of_a_chunk() -> None:
 def test_lengths() -> None:
     assert [integer_message_nbytes(n, 4) for n in (0, 1, 8, 9, 112, 113, 128, 129)] == [0, 16, 16, 16, 64, 64, 80, 80]
     assert [integer_message_nbytes(n, 8) for n in (0, 1, 8, 9, 112, 113, 128)] == [0, 16, 16, 32, 128, 128, 144]
-    assert chunk_integer_message_nbytes(8, 3, 4) == [16, 0, 0]
+    assert IntegerFormat(4).chunk_nbytes(8, 3) == [16, 0, 0]
     n = 25_000_000
     assert integer_message_nbytes(n, 4) <= n * (4 + 16 / 128) / 8 + 18  # the published formula
     with pytest.raises(ValueError, match="bits must be 4 or 8, got 5"):
@@ -81,7 +81,7 @@ def test_against_float64(bits: int, size: float) -> None:
     message = compressed(u, bits)
     values = decoded(message, numel, bits)
     blocks = -(-numel // 128)
-    scale = scales_of(message, numel, bits).double()
+    scale = IntegerFormat(bits).scales(message, numel).double()
     rows = torch.nn.functional.pad(u, (0, blocks * 128 - numel)).double().view(blocks, 128)
     exact = rows.abs().amax(1) / limit
     assert bool((scale >= exact * (1 - 2**-8)).all() and (scale <= exact * (1 + 2**-7.9)).all())
@@ -102,7 +102,7 @@ def test_every_scale_is_rounded_to_the_nearest(bits: int) -> None:
     largest = normal(3_000).abs() * torch.linspace(-60, 60, 3_000).exp2()
     u = torch.zeros(3_000, 128)
     u[:, 5] = largest
-    got = scales_of(compressed(u.view(-1), bits), u.numel(), bits)
+    got = IntegerFormat(bits).scales(compressed(u.view(-1), bits), u.numel())
     exact = largest / torch.tensor(float(limit))
     distance = (got.double() - exact.double()).abs()
     for step in (-1, 1):
@@ -122,7 +122,7 @@ def test_the_message_of_what_a_message_stands_for_is_the_same(bits: int) -> None
     message = compressed(u.view(-1), bits)
     values = decoded(message, u.numel(), bits)
     assert torch.equal(compressed(values, bits), message)
-    levels = values.view(64, 128).double() / scales_of(message, u.numel(), bits).double().unsqueeze(1)
+    levels = values.view(64, 128).double() / IntegerFormat(bits).scales(message, u.numel()).double().unsqueeze(1)
     assert levels.abs().amax(dim=1).unique().tolist() == [limit]
 
 
@@ -154,9 +154,9 @@ def test_what_is_not_finite_marks_its_block_and_no_other(bits: int, value: float
         u[place] = value
         message = compressed(u, bits)
         block = place // 128
-        expected = scales_of(clean, numel, bits).clone()
+        expected = IntegerFormat(bits).scales(clean, numel).clone()
         expected[block] = math.nan
-        got = scales_of(message, numel, bits)
+        got = IntegerFormat(bits).scales(message, numel)
         assert got.view(torch.int16)[block] == 0x7FC0
         assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
         values = decoded(message, numel, bits)
@@ -192,7 +192,7 @@ def test_steps_of_several_ranks_lose_nothing(bits: int, world_size: int) -> None
     """The sum of what all ranks sent is what came back, and what all errors still hold."""
     numel, steps = 1_003, 6
     errors = [torch.zeros(numel) for _ in range(world_size)]
-    sizes = chunk_integer_message_nbytes(numel, world_size, bits)
+    sizes = IntegerFormat(bits).chunk_nbytes(numel, world_size)
     bounds = [chunk_range(numel, world_size, rank) for rank in range(world_size)]
     server_errors = [torch.zeros(stop - start) for start, stop in bounds]
     sent, received = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
@@ -202,7 +202,7 @@ def test_steps_of_several_ranks_lose_nothing(bits: int, world_size: int) -> None
         zs = [Combination(numel, CPU, grads=[Segment(grad, 0, numel, 0)], beta=0.25) for grad in grads]
         outgoing = [torch.zeros(sum(sizes), dtype=torch.uint8) for _ in range(world_size)]
         for z, error, messages in zip(zs, errors, outgoing, strict=True):
-            IntegerFormat(bits).compress_(z, error, messages, world_size)
+            IntegerFormat(bits).compress_(z, error, messages, world_size, error)
         gathered = torch.zeros(world_size * sizes[0], dtype=torch.uint8)
         for rank, (start, stop) in enumerate(bounds):
             if start < stop:
@@ -212,8 +212,8 @@ def test_steps_of_several_ranks_lose_nothing(bits: int, world_size: int) -> None
                 IntegerFormat(bits).average_compress_(chunk, server_errors[rank], server_errors[rank], out, world_size)
         y = IntegerAverage(numel, gathered, world_size, bits, sizes[0])
         results = [torch.zeros(numel) for _ in range(world_size)]
-        for z, error, messages, result in zip(zs, errors, outgoing, results, strict=True):
-            IntegerFormat(bits).commit_(Commit(z, error, messages, y, [Segment(result, 0, numel, 0)], output_scale=4.0))
+        for result in results:
+            IntegerFormat(bits).add_(y, [Segment(result, 0, numel, 0)], scale=4.0)
         assert all(torch.equal(result, results[0]) for result in results)
         received += results[0].double()
     left = 4 * (torch.stack([error.double() for error in errors]).mean(0) + torch.cat(server_errors).double())
@@ -221,7 +221,7 @@ def test_steps_of_several_ranks_lose_nothing(bits: int, world_size: int) -> None
 
 
 @BITS
-def test_until_the_commit_a_step_changes_no_error(bits: int) -> None:
+def test_new_errors_elsewhere_leave_the_old_ones(bits: int) -> None:
     grad, error, server_error = normal(700), normal(700, 1), normal(700, 2)
     grad[300] = math.nan
     z = Combination(700, CPU, grads=[Segment(grad, 0, 700, 0)])
@@ -231,26 +231,6 @@ def test_until_the_commit_a_step_changes_no_error(bits: int) -> None:
     IntegerFormat(bits).average_compress_(message, server_error, new_error, out, 1)
     assert bool(any_nan(IntegerAverage(700, out, 1, bits, out.numel())))
     assert torch.equal(error, normal(700, 1)) and torch.equal(server_error, normal(700, 2))
-
-
-@BITS
-def test_a_commit_in_place_writes_what_a_commit_elsewhere_writes(bits: int) -> None:
-    numel = 1_001
-    grads = [normal(600).half(), normal(401, 1)]
-    error, message = normal(numel, 2), torch.zeros(integer_message_nbytes(numel, bits), dtype=torch.uint8)
-
-    def segments(tensors: list[Tensor]) -> list[Segment]:
-        return [Segment(tensors[0], 0, 600, 0), Segment(tensors[1], 0, 401, 1)]
-
-    z = Combination(numel, CPU, grads=segments(grads), beta=0.5)
-    IntegerFormat(bits).compress_(z, error, message, 1)
-    y = IntegerAverage(numel, message, 1, bits, message.numel())
-    elsewhere, other_error = [torch.zeros_like(grad) for grad in grads], error.clone()
-    IntegerFormat(bits).commit_(Commit(z, other_error, message, y, segments(elsewhere), output_scale=2.0))
-    IntegerFormat(bits).commit_(Commit(z, error, message, y, segments(grads), output_scale=2.0))
-    assert torch.equal(error, other_error)
-    assert all(torch.equal(grad, other) for grad, other in zip(grads, elsewhere, strict=True))
-    assert torch.equal(torch.cat([grad.float() for grad in grads])[600:], decoded(message, numel, bits)[600:] * 2)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -15,7 +15,6 @@ from hf_compressopt.kernels import (
     AdamUpdate,
     Average,
     Combination,
-    Commit,
     CompactErrors,
     Descent,
     IntegerAverage,
@@ -26,7 +25,7 @@ from hf_compressopt.kernels import (
     native,
     reference,
 )
-from hf_compressopt.kernels.c_abi import (
+from hf_compressopt.kernels.native import (
     AverageRecord,
     CombinationRecord,
     ErrorsRecord,
@@ -95,7 +94,6 @@ def test_wrong_tensors_are_refused() -> None:
     x, error, messages = torch.ones(80), torch.ones(80), torch.zeros(64, dtype=torch.uint8)
     z, ints = Combination.of(x), messages[:48]
     y, half = INTS.average(80, ints, 1, 48), [Segment(x, 0, 40, 0), Segment(x, 40, 40, 0)]
-    whole = Combination(80, CPU, grads=[Segment(x, 0, 80, 0)])
 
     def signs(z: Combination, error: Tensor, messages: Tensor = messages) -> None:
         native.compress_(SIGNS, z, error, messages, 1, error)
@@ -123,9 +121,6 @@ def test_wrong_tensors_are_refused() -> None:
         (lambda: native.add_(y, half[:1], 1.0, 1.0), "outputs must cover 80 elements, got 40"),
         (lambda: native.decompress_(IntegerAverage(80, ints, 2, 4, 16), x), "stride must be at least 32"),
         (lambda: native.decompress_(IntegerAverage(80, ints[:32], 1, 4, 48), x), "have 48 bytes or more"),
-        (lambda: native.commit_(INTS, Commit(z, error, ints, y, half[:1])), "must cover 80 elements, got 40"),
-        (lambda: native.commit_(INTS, Commit(whole, error, ints, y, half)), "segments of the same lengths and indices"),
-        (lambda: SIGNS.commit_(Commit(z, error, messages, SIGNS.average(80, messages, 1, 64), half)), "no outputs"),
         (
             lambda: native.compress_(SignFormat(None), z, CompactErrors.zeros(80, 1), messages[:32], 2),
             "error must be of 80 elements in 2",
@@ -218,8 +213,8 @@ def test_what_is_written_gets_a_new_version() -> None:
     z = Combination(80, CPU, grads=[Segment(grad, 0, 80, 0)])
     INTS.compress_(z, error, messages, 1)
     assert (grad._version, error._version, messages._version) == (0, 0, 1)
-    INTS.commit_(Commit(z, error, messages, INTS.average(80, messages, 1, 48), z.grads))
-    assert (grad._version, error._version, messages._version) == (1, 1, 1)
+    INTS.add_(INTS.average(80, messages, 1, 48), [Segment(grad, 0, 80, 0)])
+    assert (grad._version, error._version, messages._version) == (1, 0, 1)
 
 
 @pytest.mark.parametrize("form", [SIGNS, SignFormat(None), INTS, IntegerFormat(8)], ids=str)

@@ -44,7 +44,6 @@ def test_pieces_of_several_threads(device: torch.device, form: Form) -> None:
     torch.set_num_threads(3)
     cases.check_compress(device, form, 700_001, 3, segments=7, last=2, with_factors=True, compact=True)
     cases.check_compress(device, form, 70_001, 1, segments=7)
-    cases.check_commit(device, form, 300_001, 3, segments=7, compact=True)
     for compact in (True, False):
         cases.check_average_compress(device, form, 300_001, 5, shift=1, compact=compact)
     cases.check_decompress(device, form, 70_001, 2)

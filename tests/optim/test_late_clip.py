@@ -154,8 +154,10 @@ def test_a_spike_on_one_rank(rank: int, world_size: int, at_once: bool) -> None:
 
     def record(self: EarlyMessages, state: Any, bucket: Any, grads: Any) -> Any:
         z = original(self, state, bucket, grads)
-        sent = torch.cat([segment.part for segment in z.grads if segment.tensor is not None])
-        own = torch.cat([grad.reshape(-1) for grad in grads if grad is not None])
+        own, sent = (
+            torch.cat([segment.part for segment in each.grads if segment.tensor is not None])
+            for each in (self._prepare(self._plan, state, bucket, grads), z)
+        )
         found[step].append(z.beta * float(sent.norm() / own.norm()))
         return z
 

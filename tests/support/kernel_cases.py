@@ -18,11 +18,9 @@ from hf_compressopt.kernels import (
     AdamUpdate,
     Average,
     Combination,
-    Commit,
     CompactErrors,
     Descent,
     Errors,
-    IntegerAverage,
     IntegerFormat,
     LambMoments,
     LambOptions,
@@ -33,8 +31,6 @@ from hf_compressopt.kernels import (
     Segment,
     SignFormat,
     Variance,
-    any_nan,
-    library,
     like_errors,
     native,
     reference,
@@ -319,39 +315,6 @@ def check_compress(
     assert_errors(new, rounded(error, check_messages(u, first.cpu(), form, chunks)))
 
 
-def check_commit(
-    device: torch.device,
-    form: Form,
-    numel: int,
-    chunks: int,
-    *,
-    segments: int = 0,
-    compact: bool = False,
-    elsewhere: bool = False,
-    **options: Any,
-) -> None:
-    """Messages first and errors later are, in bits, what one pass leaves. elsewhere: outputs are not the gradients."""
-    case = Pair(Arena(device), numel + 31 * chunks + segments)
-    z, own = combination(case, numel, segments, **options)
-    error, own_error = errors(case, numel, chunks, compact=compact)
-    at_once, sent = copy_of(own_error), case.arena.put(empty_messages(form, numel, chunks))
-    native.compress_(form, own, at_once, sent, chunks, at_once)
-    y, own_y = average(case, form, numel, chunks)
-    outputs, own_outputs = ((), ()) if isinstance(form, SignFormat) else (z.grads or (), own.grads or ())
-    if elsewhere:
-        cuts = torch.tensor([segment.numel for segment in outputs]).cumsum(0).tolist()[:-1]
-        fresh, own_fresh, _ = case.segments(numel, segments, missing=True, cuts=cuts)
-        outputs, own_outputs = (
-            [replace(new, index=old.index) for new, old in zip(news, outputs, strict=True)]
-            for news in (fresh, own_fresh)
-        )
-    reference.commit_(form, Commit(z, error, sent.cpu(), y, outputs, 3.0))
-    native.commit_(form, Commit(own, own_error, sent, own_y, own_outputs, 3.0))
-    case.check()
-    assert_errors(own_error, error)
-    assert_same_bits(tensor_of(own_error), tensor_of(at_once).cpu())
-
-
 def check_average_compress(
     device: torch.device,
     form: Form,
@@ -410,12 +373,6 @@ def check_decompress(device: torch.device, form: Form, numel: int, chunks: int, 
     case.check()
 
 
-def has_nan(y: IntegerAverage) -> bool:
-    """Whether a block is not finite, by the kernel where there is one."""
-    look = native.any_nan if library.has("co_any_nan", y.messages.device) else any_nan
-    return bool(look(y))
-
-
 def check_any_nan(device: torch.device, form: IntegerFormat, numel: int, chunks: int) -> None:
     """NaN is found in the scales of any chunk, and in no other bytes, which are all ones."""
     case = Pair(Arena(device), numel + chunks)
@@ -426,10 +383,10 @@ def check_any_nan(device: torch.device, form: IntegerFormat, numel: int, chunks:
         scales = form.scales(message, stop - start)
         scales.fill_(math.inf)  # no NaN: an average's scale is either
         places += [(scales, place) for place in {0, len(scales) // 2, len(scales) - 1}]
-    assert not has_nan(y)
+    assert not native.any_nan(y)
     for scales, place in places:
         scales[place] = math.nan
-        assert has_nan(y), place
+        assert native.any_nan(y), place
         scales[place] = -1.0
     case.arena.check()
 

@@ -67,7 +67,7 @@ class KernelSuite:
     def test_any_nan(self, device: torch.device, form: IntegerFormat) -> None:
         for numel, chunks in (*product(cases.NUMELS, (1, 2, 3, 8)), (140_001, 2)):
             cases.check_any_nan(device, form, numel, chunks)
-        assert not cases.has_nan(form.average(0, torch.zeros(16, dtype=torch.uint8, device=device), 1, 16))
+        assert not native.any_nan(form.average(0, torch.zeros(16, dtype=torch.uint8, device=device), 1, 16))
 
     @_INTEGERS
     def test_mean_of_integers(self, device: torch.device, form: IntegerFormat) -> None:
@@ -83,15 +83,6 @@ class KernelSuite:
                 cases.check_add(device, form, numel, chunks, segments=1 + numel % 5, decay=decay, scale=numel % 3)
         cases.check_add(device, form, 5003, 4, segments=40, decay=decay, scale=1.0)
         cases.check_add(device, form, 1009, 2, segments=800, decay=decay, scale=3.0)  # more than a table holds
-
-    @_INTEGERS
-    def test_commit_integers(self, device: torch.device, form: IntegerFormat) -> None:
-        for numel in cases.NUMELS:
-            for chunks in (1, 3):
-                segments = 1 + numel % 5
-                cases.check_commit(device, form, numel, chunks, segments=segments, shift=numel % 2, with_x=False)
-        cases.check_commit(device, form, 5003, 4, segments=40, with_factors=True, elsewhere=True)
-        cases.check_commit(device, form, 1009, 2, segments=800, with_x=False)
 
     def test_combine(self, device: torch.device) -> None:
         for numel in cases.NUMELS:
@@ -166,11 +157,8 @@ class CompactSuite:
                 segments = 1 + numel % 5
                 options = {"segments": segments, "with_factors": segments > 3, "with_x": numel % 3 > 0}
                 cases.check_compress(device, form, numel, chunks, compact=True, **options)
-                for compact in (True, False):
-                    cases.check_commit(device, form, numel, chunks, compact=compact, **options)
         many = {"segments": 900, "last": 3, "still": True, "with_factors": True}  # more than a table holds
         cases.check_compress(device, form, 9001, 2, compact=True, **many)
-        cases.check_commit(device, form, 9001, 2, compact=True, **many)
 
     @_FORMATS
     def test_average_with_errors_in_8_bits(self, device: torch.device, form: Form) -> None:
@@ -189,8 +177,6 @@ class CompactSuite:
             cases.check_compress(device, form, numel, 1, compact=True, segments=3, last=2)
             cases.check_compress(device, form, numel, 3, compact=True, segments=3)
             cases.check_average_compress(device, form, numel, 2, compact=True)
-            for compact in (True, False):
-                cases.check_commit(device, form, numel, 2, compact=compact, segments=3)
 
     @pytest.mark.parametrize("scale_block", (8, 136, 4096, None))
     def test_errors_that_are_not_finite(self, device: torch.device, scale_block: int | None) -> None:
@@ -214,8 +200,6 @@ class CompactSuite:
                     options = {"last": 3, "still": segments == 7, "with_factors": numel % 2 > 0, "compact": compact}
                     options |= {"segments": segments, "scale_block": scale_block}
                     cases.check_compress(device, form, numel, 3, **options)
-                    if segments:
-                        cases.check_commit(device, form, numel, 3, **options)
 
     @pytest.mark.parametrize("chunks", [0, 1, 3])
     @pytest.mark.parametrize("log", [False, True])

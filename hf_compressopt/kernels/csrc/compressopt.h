@@ -28,7 +28,7 @@ extern "C" {
 #define CO_API __attribute__((visibility("default")))
 #endif
 
-#define CO_ABI_VERSION 7
+#define CO_ABI_VERSION 8
 
 typedef enum {
     CO_OK = 0,
@@ -91,8 +91,8 @@ typedef struct {
     const int32_t *tops;   /* [tensors], by the index of the segments; NULL where codes is */
 } co_variance;
 
-/* What a rank wants to send of a bucket: z = (alpha x + beta g) * factor + rest, each operation rounded to float32.
- * A term that is left out counts as +0, and rest as -0. */
+/* What a rank wants to send of a bucket: z = (alpha x + beta g) * factor, each operation rounded to float32.
+ * A term that is left out counts as +0. */
 typedef struct {
     const float *x;           /* [numel], or NULL: x is what last stands for */
     const co_average *last;   /* host; messages of numel elements, of which x is the values, or 0 where a segment of
@@ -102,7 +102,6 @@ typedef struct {
     const float *factors;     /* [tensors], or NULL: no factor */
     float alpha;              /* 1: x itself */
     float beta;               /* 1: g itself */
-    const float *rest;        /* [numel], or NULL. CPU only */
 } co_combination;
 
 /* ---- about the library ------------------------------------------------------------------------------------------- */
@@ -125,15 +124,6 @@ CO_API const char *co_last_error(void);
  * in messages rounded to them. scale_block == 0: all messages share the RMS of the whole bucket. */
 CO_API int32_t co_compress(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
                            int64_t scale_block, int32_t world_size, const co_exec *exec);
-
-/* The messages of co_compress, in its bits; the errors are only read. CPU only. */
-CO_API int32_t co_compress_only(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
-                                int64_t scale_block, int32_t world_size, const co_exec *exec);
-
-/* error <- z + error - (what the messages own stand for, as co_compress_only wrote them): the error that co_compress
- * leaves, in its bits. CPU only. */
-CO_API int32_t co_commit(const co_combination *z, const co_errors *error, const uint8_t *own, int64_t numel,
-                         int64_t scale_block, int32_t world_size, const co_exec *exec);
 
 /* a = (the sum of world_size decompressed messages) * (1 / world_size) + error; out <- Q(a), padding included;
  * error <- a - Q(a). The messages are of one chunk of numel elements, one after another. Groups of four messages are
@@ -181,16 +171,8 @@ CO_API int32_t co_add_integers(const co_integers *y, const co_segment *outputs, 
 /* out <- y. */
 CO_API int32_t co_decode_integers(const co_integers *y, float *out, const co_exec *exec);
 
-/* found[0] <- 1 if some block of y is not finite, by its scale alone, else 0; also where y->numel is 0.
- * CUDA only. */
+/* found[0] <- 1 if some block of y is not finite, by its scale alone, else 0; also where y->numel is 0. */
 CO_API int32_t co_any_nan(const co_integers *y, uint8_t *found, const co_exec *exec);
-
-/* error <- z + error - (what the messages own stand for); outputs <- y * output_scale, rounded to their dtype.
- * own: as co_compress_integers wrote them, for y's world_size and bits.
- * outputs: data == NULL leaves the output alone. They may be the gradients that z reads, at the same places. Where z has
- * segments, those of the outputs must have the same lengths and indices. */
-CO_API int32_t co_commit_integers(const co_combination *z, const co_errors *error, const uint8_t *own,
-                                  const co_integers *y, const co_segment *outputs, int64_t count, float output_scale, const co_exec *exec);
 
 /* ---- what the optimizers do with the average --------------------------------------------------------------------- */
 

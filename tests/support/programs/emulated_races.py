@@ -31,6 +31,5 @@ if "sums" not in sys.argv:
         for bits in (4, 8):
             cases.check_compress(device, IntegerFormat(bits), 1003, 2, segments=3, compact=compact)
             cases.check_average_compress(device, IntegerFormat(bits), 5003, 6, compact=compact)
-            cases.check_commit(device, IntegerFormat(bits), 1003, 2, segments=3, compact=compact)
     cases.check_adam(device, [3, 1500], steps=1)
     cases.check_sketch(device, 9001, 3, offset=5, seed=1)

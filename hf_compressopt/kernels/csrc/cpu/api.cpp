@@ -222,22 +222,6 @@ int32_t co_compress(const co_combination *z, const co_errors *error, uint8_t *me
     return kernels().compress(z, error, messages, numel, scale_block, world_size, exec);
 }
 
-int32_t co_compress_only(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
-                         int64_t scale_block, int32_t world_size, const co_exec *exec) {
-    CO_TRY(check_signs(__func__, exec, numel, scale_block, world_size));
-    CO_TRY(check_sending(__func__, z, numel, error, messages, "messages"));
-    if (numel == 0) return CO_OK;
-    return kernels().compress_only(z, error, messages, numel, scale_block, world_size, exec);
-}
-
-int32_t co_commit(const co_combination *z, const co_errors *error, const uint8_t *own, int64_t numel,
-                  int64_t scale_block, int32_t world_size, const co_exec *exec) {
-    CO_TRY(check_signs(__func__, exec, numel, scale_block, world_size));
-    CO_TRY(check_sending(__func__, z, numel, error, own, "own"));
-    if (numel == 0) return CO_OK;
-    return kernels().commit(z, error, own, numel, scale_block, world_size, exec);
-}
-
 int32_t co_average_compress(const uint8_t *messages, const co_errors *error, uint8_t *out, int64_t numel, int64_t scale_block,
                             int32_t world_size, const co_exec *exec) {
     CO_TRY(check_signs(__func__, exec, numel, scale_block, world_size));
@@ -313,21 +297,13 @@ int32_t co_decode_integers(const co_integers *y, float *out, const co_exec *exec
     return kernels().decode_integers(y, out, exec);
 }
 
-int32_t co_commit_integers(const co_combination *z, const co_errors *error, const uint8_t *own, const co_integers *y,
-                           const co_segment *outputs, int64_t count, float output_scale, const co_exec *exec) {
+int32_t co_any_nan(const co_integers *y, uint8_t *found, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_integers(__func__, y));
-    CO_TRY(check_combination(__func__, z, y->numel));
-    CO_TRY(check_segments(__func__, outputs, count, y->numel, false));
-    CO_CHECK(z->grads == nullptr || z->count == count, "%s: outputs and gradients are cut at different places", __func__);
-    for (int64_t i = 0; z->grads != nullptr && i < count; ++i) {
-        CO_CHECK(z->grads[i].numel == outputs[i].numel && z->grads[i].index == outputs[i].index,
-                 "%s: outputs and gradients are cut at different places, or have different indices", __func__);
-    }
+    CO_NOT_NULL(found);
+    *found = 0;
     if (y->numel == 0) return CO_OK;
-    CO_TRY(check_errors(__func__, "error", error));
-    CO_NOT_NULL(own);
-    return kernels().commit_integers(z, error, own, y, outputs, count, output_scale, exec);
+    return kernels().any_nan(y, found, exec);
 }
 
 int32_t co_apply_adam(const co_average *y, float *exp_avg, const co_variance *exp_avg_sq, const co_segment *params,

@@ -1,6 +1,7 @@
 /* Compression to messages of signs. */
 #pragma once
-#include "commit.h"
+#include "errors.h"
+#include "sources.h"
 
 namespace compressopt {
 namespace CO_VECTOR {
@@ -73,7 +74,6 @@ struct Compressor {
 
     /* Elements that begin and end with blocks of scales, and of errors. */
     int64_t run_of(const FloatErrors &) const { return scale_block; }
-    int64_t run_of(const KeptFloats &) const { return scale_block; }
     template <class Integers>
     int64_t run_of(const Integers &) const {
         int64_t run = scale_block; /* a multiple of 8: at most four times it is doubled */
@@ -175,7 +175,7 @@ struct Compressor {
         return CO_OK;
     }
 
-    /* The first pass: u, which replaces the errors, unless they are integers or only read. */
+    /* The first pass: u, which replaces the errors, unless they are integers. */
     void add_tile(const FloatErrors &, int64_t j, int64_t begin, int64_t end, NormSum &sum) const {
         float *u = errors.values + j * chunks.chunk;
         for (int64_t at = begin; at < end; at += kStep) add(j, at, least(at + kStep, end), u + at, sum);
@@ -258,47 +258,6 @@ inline int32_t compress_source(const Source &source, const co_errors &error, uin
 int32_t compress(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
                  int64_t scale_block, int32_t world_size, const co_exec *exec) {
     return compress_source(Combination(*z), *error, messages, numel, scale_block, world_size, exec);
-}
-
-int32_t compress_only(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
-                      int64_t scale_block, int32_t world_size, const co_exec *exec) {
-    Combination source(*z);
-    if (source.missing()) return out_of_memory();
-    return with_kept_errors(*error, numel, world_size, [&](auto errors) {
-        Chunks chunks(numel, world_size);
-        return Compressor<Combination, decltype(errors)>{source, errors, messages, scale_block, chunks, exec}();
-    });
-}
-
-template <class Errors>
-inline void commit_signs(const Combination &source, const Errors &errors, const Average &sent, const co_exec *exec) {
-    const Chunks &chunks = sent.chunks;
-    int64_t steps = ceil_div(chunks.chunk, kIntegerTile), bytes = chunks.numel * (2 * Errors::kBytes + source.bytes());
-    errors.write_padding();
-    parallel(exec, bytes, chunks.count * steps, kPiece / kIntegerTile, [&](int64_t tile) {
-        int64_t j = tile / steps, begin = tile % steps * kIntegerTile, n = least(kIntegerTile, chunks.size(j) - begin);
-        if (n <= 0) return;
-        int64_t first = j * chunks.chunk + begin;
-        alignas(64) float values[kIntegerTile], scratch[kIntegerTile];
-        sent.write(first, first + n, values);
-        const float *old = errors.read(j, begin, begin + n, scratch);
-        float *left = errors.place(j, begin, scratch);
-        leave_rest(source, first, n, old, values, left, streams_from(source, errors, first + kLeastAhead, chunks.numel));
-        errors.write(j, begin, begin + n, left);
-    });
-}
-
-int32_t commit(const co_combination *z, const co_errors *error, const uint8_t *own, int64_t numel, int64_t scale_block,
-               int32_t world_size, const co_exec *exec) {
-    Combination source(*z);
-    if (source.missing()) return out_of_memory();
-    int64_t stride = message_nbytes(Chunks(numel, world_size).chunk, scale_block);
-    const co_average average = {own, nullptr, numel, scale_block, stride, world_size, 0};
-    Average sent(average);
-    return with_errors(*error, numel, world_size, [&](const auto &errors) {
-        commit_signs(source, errors, sent, exec);
-        return static_cast<int32_t>(CO_OK);
-    });
 }
 
 int32_t average_compress(const uint8_t *messages, const co_errors *error, uint8_t *out, int64_t numel,

@@ -25,10 +25,8 @@ struct Kernels {
     decltype(&co_mean_integers) mean_integers;
     decltype(&co_add_integers) add_integers;
     decltype(&co_decode_integers) decode_integers;
-    decltype(&co_commit_integers) commit_integers;
+    decltype(&co_any_nan) any_nan;
     decltype(&co_sketch) sketch;
-    decltype(&co_compress_only) compress_only;
-    decltype(&co_commit) commit;
 };
 
 extern const Kernels portable_kernels;

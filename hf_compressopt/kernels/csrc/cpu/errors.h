@@ -76,40 +76,6 @@ struct IntegerErrors {
     }
 };
 
-/* Errors that are only read: they are worked on in a cache. Tiles of integers begin at multiples of kIntegerBlock. */
-struct KeptFloats {
-    const float *values;
-    int64_t chunk;
-    static constexpr int64_t kBytes = 2; /* half of those of errors that are written too */
-
-    void read(int64_t j, int64_t begin, int64_t end, float *scratch) const {
-        memcpy(scratch, values + j * chunk + begin, static_cast<size_t>(end - begin) * 4);
-    }
-    template <class Use>
-    void with(int64_t j, int64_t begin, int64_t, const Use &use) const {
-        use(Lying{values + j * chunk + begin});
-    }
-    void write(int64_t, int64_t, int64_t, float *) const {}
-    void write_padding() const {}
-    void add_stream(int64_t first, Ahead *ahead) const { ahead->add(values + first, 4); }
-};
-
-struct KeptIntegers {
-    IntegerMessages<8> messages;
-    static constexpr int64_t kBytes = 1;
-
-    void read(int64_t j, int64_t begin, int64_t end, float *scratch) const {
-        messages.from(j, begin).decode(end - begin, scratch);
-    }
-    template <class Use>
-    void with(int64_t j, int64_t begin, int64_t end, const Use &use) const {
-        with_error(messages, j, begin, end, use);
-    }
-    void write(int64_t, int64_t, int64_t, float *) const {}
-    void write_padding() const {}
-    void add_stream(int64_t first, Ahead *ahead) const { messages.add_stream(first, ahead); }
-};
-
 constexpr int64_t kLeastAhead = 2048; /* elements between what is worked on and what is fetched */
 
 /* What a source and errors are made of from an element on, unless it lies beyond the last. */
@@ -127,13 +93,6 @@ template <class Use>
 inline int32_t with_errors(const co_errors &errors, int64_t numel, int64_t world_size, const Use &use) {
     if (errors.values != nullptr) return use(FloatErrors{errors.values, Chunks(numel, world_size).chunk});
     return use(IntegerErrors{integer_messages<8>(errors.messages, numel, world_size)});
-}
-
-/* The same of errors that are only read. */
-template <class Use>
-inline int32_t with_kept_errors(const co_errors &errors, int64_t numel, int64_t world_size, const Use &use) {
-    if (errors.values != nullptr) return use(KeptFloats{errors.values, Chunks(numel, world_size).chunk});
-    return use(KeptIntegers{integer_messages<8>(errors.messages, numel, world_size)});
 }
 
 }  // namespace

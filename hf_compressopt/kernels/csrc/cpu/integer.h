@@ -1,6 +1,7 @@
-/* The kernels of b-bit integers: compression, its inverse, and the commit. */
+/* The kernels of b-bit integers: compression and its inverse. */
 #pragma once
-#include "commit.h"
+#include "errors.h"
+#include "sources.h"
 
 namespace compressopt {
 namespace CO_VECTOR {
@@ -152,7 +153,7 @@ inline int32_t mean_integers(const uint8_t *messages, float *out, int64_t numel,
     return CO_OK;
 }
 
-/* ---- decompression, and the commit ------------------------------------------------------------------------------- */
+/* ---- decompression ----------------------------------------------------------------------------------------------- */
 
 template <int kBits>
 inline int32_t decode_integers(const co_integers *y, float *out, const co_exec *exec) {
@@ -167,7 +168,7 @@ inline int32_t decode_integers(const co_integers *y, float *out, const co_exec *
 /* outputs of [begin, end) <- values * scale; values points to the element begin, and may change if float32 outputs go
  * past the caches. */
 inline void write_outputs(const Segments &outputs, int64_t begin, int64_t end, float *values, float scale,
-                          bool past_caches = false) {
+                          bool past_caches) {
     Vec by = set1(scale);
     outputs.each(begin, end, [&](const co_segment &segment, int64_t offset, int64_t start, int64_t n) {
         if (segment.data == nullptr) return;
@@ -222,31 +223,6 @@ inline int32_t add_integers(const co_integers *y, const co_segment *out, int64_t
     return CO_OK;
 }
 
-template <int kBits, class Errors>
-inline int32_t commit_integers(const co_combination *z, const Errors &errors, const uint8_t *own, const co_integers *y,
-                               const co_segment *out, int64_t count, float output_scale, const co_exec *exec) {
-    Combination source(*z);
-    Segments outputs(out, count);
-    if (source.missing() || outputs.missing()) return out_of_memory();
-    IntegerMessages<kBits> sent = integer_messages<kBits>(own, y->numel, y->world_size);
-    IntegerMessages<kBits> average = integer_messages<kBits>(y->messages, y->numel, y->world_size, y->stride);
-    int64_t bytes = y->numel * (6 + 2 * Errors::kBytes + source.bytes());
-    errors.write_padding();
-    sent.each_tile(exec, bytes, [&](int64_t j, int64_t begin, int64_t end) {
-        int64_t first = j * sent.chunks.chunk + begin, n = end - begin;
-        alignas(64) float values[kIntegerTile], scratch[kIntegerTile];
-        sent.from(j, begin).decode(n, values);
-        const float *old = errors.read(j, begin, end, scratch);
-        float *left = errors.place(j, begin, scratch);
-        Ahead ahead = streams_from(source, errors, first + kLeastAhead, y->numel);
-        leave_rest(source, first, n, old, values, left, ahead);
-        errors.write(j, begin, end, left);
-        average.from(j, begin).decode(n, values);
-        write_outputs(outputs, first, first + n, values, output_scale);
-    });
-    return CO_OK;
-}
-
 /* ---- the choice of bits and of the form of errors ---------------------------------------------------------------- */
 
 int32_t compress_integers(const co_combination *z, const co_errors *error, const co_errors *new_error,
@@ -278,16 +254,24 @@ int32_t average_integers(const uint8_t *messages, const co_errors *error, const 
     });
 }
 
-int32_t decode_integers(const co_integers *y, float *out, const co_exec *exec) {
-    return (y->bits == 4 ? decode_integers<4> : decode_integers<8>)(y, out, exec);
+int32_t any_nan(const co_integers *y, uint8_t *found, const co_exec *) {
+    Chunks chunks(y->numel, y->world_size);
+    unsigned largest = 0; /* bit pattern of a scale without its sign */
+    for (int64_t j = 0; j < chunks.count; ++j) {
+        const uint8_t *scales = y->messages + j * y->stride + integers_nbytes(chunks.size(j), y->bits);
+        for (int64_t b = 0; b < ceil_div(chunks.size(j), kIntegerBlock); ++b) {
+            uint16_t pattern;
+            memcpy(&pattern, scales + 2 * b, 2);
+            unsigned magnitude = pattern & 0x7fffu;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+    }
+    *found = largest > 0x7f80u;
+    return CO_OK;
 }
 
-int32_t commit_integers(const co_combination *z, const co_errors *error, const uint8_t *own, const co_integers *y,
-                        const co_segment *out, int64_t count, float output_scale, const co_exec *exec) {
-    return with_errors(*error, y->numel, y->world_size, [&](const auto &errors) {
-        return y->bits == 4 ? commit_integers<4>(z, errors, own, y, out, count, output_scale, exec)
-                            : commit_integers<8>(z, errors, own, y, out, count, output_scale, exec);
-    });
+int32_t decode_integers(const co_integers *y, float *out, const co_exec *exec) {
+    return (y->bits == 4 ? decode_integers<4> : decode_integers<8>)(y, out, exec);
 }
 
 }  // namespace

@@ -28,10 +28,7 @@ struct Combination {
           last(combination.last == nullptr ? kNoAverage : *combination.last) {}
     bool missing() const { return segments.missing(); }
     bool decodes() const { return z.x == nullptr && z.last != nullptr; }
-    int64_t bytes() const {
-        return (z.x != nullptr ? 4 : 0) + (z.grads != nullptr ? 4 : 0) + (z.rest != nullptr ? 4 : 0);
-    }
-    const float *rest(int64_t begin) const { return z.rest == nullptr ? nullptr : z.rest + begin; }
+    int64_t bytes() const { return (z.x != nullptr ? 4 : 0) + (z.grads != nullptr ? 4 : 0); }
 
     /* out <- z of elements [begin, end), or z + out; out points to the element begin. For this function and the next
      * two, begin is a multiple of 8, and there are at most kStep elements. */
@@ -45,13 +42,13 @@ struct Combination {
         alignas(64) float scratch[kStep];
         const float *x = values(begin, end, scratch);
         if (z.grads == nullptr) {
-            run(x, nullptr, CO_FLOAT32, 1.0f, rest(begin), [&](const auto &value) { use(begin, end - begin, value); });
+            run(x, nullptr, CO_FLOAT32, 1.0f, [&](const auto &value) { use(begin, end - begin, value); });
             return;
         }
         segments.each(begin, end, [&](const co_segment &segment, int64_t offset, int64_t start, int64_t n) {
             const float *from = x == nullptr ? nullptr : x + (start - begin);
             keep_still(segment, scratch + (start - begin), n);
-            run(from, data(segment, offset), segment.dtype, factor(segment), rest(start),
+            run(from, data(segment, offset), segment.dtype, factor(segment),
                 [&](const auto &value) { use(start, n, value); });
         });
     }
@@ -75,7 +72,7 @@ struct Combination {
         };
         alignas(64) float scratch[kStep];
         if (z.grads == nullptr) {
-            run(values(begin, end, scratch), nullptr, CO_FLOAT32, 1.0f, rest(begin), add);
+            run(values(begin, end, scratch), nullptr, CO_FLOAT32, 1.0f, add);
             return;
         }
         int64_t s = segments.starts.find(begin);
@@ -91,18 +88,17 @@ struct Combination {
             Average::Run same = last.run_from(begin);
             if (same.n >= end - begin) { /* decoded in registers, times alpha before */
                 return run_scaled(SignedScale{Scale(z.alpha * same.scale), same.signs}, g, segment.dtype,
-                                  factor(segment), rest(begin), add);
+                                  factor(segment), add);
             }
         }
         const float *x = values(begin, end, scratch);
         keep_still(segment, scratch, end - begin);
-        run(x, g, segment.dtype, factor(segment), rest(begin), add);
+        run(x, g, segment.dtype, factor(segment), add);
     }
 
     /* Adds what z is made of, from the element begin on: of a tensor, as if it did not end. */
     void add_streams(int64_t begin, Ahead *ahead) const {
         if (z.x != nullptr) ahead->add(z.x + begin, 4);
-        if (z.rest != nullptr) ahead->add(z.rest + begin, 4);
         if (z.grads == nullptr) return;
         int64_t s = segments.starts.find(begin);
         const co_segment &segment = segments.table[s];
@@ -129,36 +125,23 @@ struct Combination {
         return segment.data == nullptr ? nullptr : element(segment.data, segment.dtype, offset);
     }
 
-    /* use(value), value(i, lanes) being z of the elements from i on; x, the gradient g and the rest are given, or NULL. */
+    /* use(value), value(i, lanes) being z of the elements from i on; x and the gradient g are given, or NULL. */
     template <class Use>
-    void run(const float *x, const void *g, int32_t dtype, float factor, const float *rest, const Use &use) const {
+    void run(const float *x, const void *g, int32_t dtype, float factor, const Use &use) const {
         if (x == nullptr) {
             Vec zero = set1(0.0f);
-            run_scaled([zero](int64_t, auto) { return zero; }, g, dtype, factor, rest, use);
+            run_scaled([zero](int64_t, auto) { return zero; }, g, dtype, factor, use);
         } else if (g == nullptr && z.alpha == 1.0f && factor == 1.0f) {
-            with_rest(Lying{x}, rest, use);
+            use(Lying{x});
         } else {
             Vec alpha = set1(z.alpha);
-            run_scaled([=](int64_t i, auto lanes) { return alpha * lanes.get(x + i); }, g, dtype, factor, rest, use);
+            run_scaled([=](int64_t i, auto lanes) { return alpha * lanes.get(x + i); }, g, dtype, factor, use);
         }
     }
 
     /* The same with alpha x. */
     template <class Scaled, class Use>
-    void run_scaled(const Scaled &scaled, const void *g, int32_t dtype, float factor, const float *rest,
-                    const Use &use) const {
-        own(scaled, g, dtype, factor, [&](const auto &value) { with_rest(value, rest, use); });
-    }
-
-    template <class Value, class Use>
-    static void with_rest(const Value &value, const float *rest, const Use &use) {
-        if (rest == nullptr) return use(value);
-        use([=](int64_t i, auto lanes) { return value(i, lanes) + lanes.get(rest + i); });
-    }
-
-    /* The same without the rest. */
-    template <class Scaled, class Use>
-    void own(const Scaled &scaled, const void *g, int32_t dtype, float factor, const Use &use) const {
+    void run_scaled(const Scaled &scaled, const void *g, int32_t dtype, float factor, const Use &use) const {
         Vec beta = set1(z.beta), f = set1(factor);
         if (g == nullptr) return use([=](int64_t i, auto lanes) { return scaled(i, lanes) * f; });
         with_dtype(dtype, [&](auto type) {

@@ -11,8 +11,7 @@ const Kernels CO_PASTE(CO_VECTOR, _kernels) = {
     CO_VECTOR::lamb_moments,    CO_VECTOR::lamb_apply,   CO_VECTOR::adam,             CO_VECTOR::square_sums,
     CO_VECTOR::copy,            CO_VECTOR::compress_integers, CO_VECTOR::average_integers,
     CO_VECTOR::mean_integers,   CO_VECTOR::add_integers,
-    CO_VECTOR::decode_integers, CO_VECTOR::commit_integers, CO_VECTOR::sketch,
-    CO_VECTOR::compress_only,   CO_VECTOR::commit,
+    CO_VECTOR::decode_integers, CO_VECTOR::any_nan,      CO_VECTOR::sketch,
 };
 
 }  // namespace compressopt

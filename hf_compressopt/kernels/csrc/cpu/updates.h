@@ -169,7 +169,7 @@ int32_t apply_adam(const co_average *average, float *exp_avg, const co_variance 
 int32_t local_step(float *exp_avg, const co_variance *exp_avg_sq, float *local_update, const co_segment *grads,
                    const co_segment *params, int64_t count, int64_t numel, float alpha, float beta,
                    const co_descent *descent, const co_exec *exec) {
-    co_combination z{exp_avg, nullptr, grads, count, nullptr, alpha, beta, nullptr};
+    co_combination z{exp_avg, nullptr, grads, count, nullptr, alpha, beta};
     Combination momentum(z);
     Segments segments(params, count);
     if (momentum.missing() || segments.missing()) return out_of_memory();

@@ -101,38 +101,12 @@ co_status compress_tiles_from(const Source& source, const Errors& error, const E
                   count, to.tiles_of_chunk());
 }
 
-// error <- z + error - (what `own` stands for), and the average goes to the parameters, for errors in 8 bits, of which a
-// warp rounds whole blocks.
-template <class Source>
-__global__ void __launch_bounds__(kThreads, 2)
-    commit_tiles(const Source __grid_constant__ source, const CompactErrors __grid_constant__ error,
-                 const Integers __grid_constant__ own, const Integers __grid_constant__ average,
-                 const Real output_scale, const int64_t first, const int64_t count, const int64_t tiles_of_chunk) {
-    static_assert(sizeof(Source) + sizeof(CompactErrors) + 2 * sizeof(Integers) + 4 * sizeof(int64_t) <=
-                  kMaxParameters);
-    const int64_t number = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
-    if (number >= count) return;  // the whole warp
-    const Tile<kWarp> tile = warp_tile(own, first + number, tiles_of_chunk);
-    if (tile.length == 0) return;
-    Quad u[kTileQuads];
-    const Integers::RawTile raw = error.load_raw(tile), sent = own.load_raw(tile), received = average.load_raw(tile);
-    source.get(u, tile);
-#pragma unroll
-    for (int q = 0; q < kTileQuads; ++q) {
-        if (tile.has(q)) u[q] = u[q] + error.at(raw, tile, q) - own.of(sent, q);
-    }
-    error.put_all(tile, u);
-    source.store_params(tile, [&](int q) { return average.of(received, q) * output_scale; });
-}
-
 // ---- gradients of many tensors ---------------------------------------------------------------------------------------
 
 // Tables of runs, each of which covers whole tiles: a run that lies in two tables is in both.
 class TablesOfTiles {
 public:
-    // outputs: of as many segments as z has, or null.
-    TablesOfTiles(const co_segment* outputs, const co_combination& z, const Integers& to, int64_t count)
-        : outputs_(outputs), grads_(z.grads), any_(outputs ? outputs : z.grads), count_(count), to_(to) {}
+    TablesOfTiles(const co_combination& z, const Integers& to) : grads_(z.grads), count_(z.count), to_(to) {}
 
     // Fill the next table. Returns the number of tiles that it covers from done() on; 0: there are no more.
     template <class Filled>
@@ -140,14 +114,14 @@ public:
         table.count = 0;
         table.tile_bits = kTileBits;
         int64_t k = segment_, start = start_, stop = to_.numel;
-        if (!any_) {
+        if (!grads_) {
             Run& run = table.entries[table.count++] = {};
             run.numel = to_.numel;
         } else {
-            for (; k < count_ && table.count < Filled::capacity; start += any_[k++].numel) {
-                if (any_[k].numel == 0) continue;
+            for (; k < count_ && table.count < Filled::capacity; start += grads_[k++].numel) {
+                if (grads_[k].numel == 0) continue;
                 Run& run = table.entries[table.count++];
-                run = run_of(outputs_ ? outputs_ + k : nullptr, grads_ ? grads_ + k : nullptr);
+                run = run_of(nullptr, grads_ + k);
                 run.start = start;
             }
             if (start < to_.numel) stop = start;
@@ -161,11 +135,11 @@ public:
         done_ += tiles;
         const int64_t j = done_ / to_.tiles_of_chunk();
         const int64_t element = j * to_.chunk + (done_ - j * to_.tiles_of_chunk()) * kWarpTile;
-        while (any_ && segment_ < count_ && start_ + any_[segment_].numel <= element) start_ += any_[segment_++].numel;
+        while (grads_ && segment_ < count_ && start_ + grads_[segment_].numel <= element) start_ += grads_[segment_++].numel;
     }
 
     int64_t done() const { return done_; }
-    bool few() const { return !any_ || count_ - segment_ <= FewRuns::capacity; }
+    bool few() const { return !grads_ || count_ - segment_ <= FewRuns::capacity; }
 
 private:
     int64_t tile_of(int64_t element) const {
@@ -173,7 +147,7 @@ private:
         return j * to_.tiles_of_chunk() + (element - j * to_.chunk) / kWarpTile;
     }
 
-    const co_segment *outputs_, *grads_, *any_;
+    const co_segment* grads_;
     int64_t count_;
     const Integers& to_;
     int64_t segment_ = 0, start_ = 0, done_ = 0;
@@ -192,9 +166,8 @@ co_status run_next(const co_combination& z, TablesOfTiles& tables, Launch& run) 
 
 // Call run(source, first, count) for all tiles.
 template <class Launch>
-co_status over_tiles(const co_segment* outputs, const co_combination& z, const Integers& to, int64_t count,
-                     Launch run) {
-    TablesOfTiles tables(outputs, z, to, count);
+co_status over_tiles(const co_combination& z, const Integers& to, Launch run) {
+    TablesOfTiles tables(z, to);
     const int64_t all = to.chunks() * to.tiles_of_chunk();
     while (tables.done() < all) {
         CO_TRY(tables.few() ? run_next<FewRuns>(z, tables, run) : run_next<ManyRuns>(z, tables, run));
@@ -276,26 +249,6 @@ struct AddIntegers {
     }
 };
 
-struct CommitIntegers {
-    FirstTerm first;
-    const float* factors;
-    Real alpha, beta;
-    float* error;
-    Integers own, average;
-    Real output_scale;
-
-    __device__ void operator()(const Run& run, int64_t i, Span span) const {
-        RawQuad g = {};
-        if (run.grad) g = run.load_grad(i, span);
-        Quad z = first.given() ? first.at(run, i, span) * alpha : same(0.0f);
-        const Quad old = load(error + i, span), sent = own.at(i);
-        if (run.grad) z = z + run.grad_of(g) * beta;
-        if (factors) z = z * Real(factors[run.index]);
-        store(error + i, z + old - sent, span);
-        if (run.param) run.store_param(i, average.at(i) * output_scale, span);
-    }
-};
-
 // ---- host ------------------------------------------------------------------------------------------------------------
 
 co_status check_integers(const void* messages, int64_t numel, int32_t bits, int32_t world_size) {
@@ -335,7 +288,7 @@ int32_t co_compress_integers(const co_combination* z, const co_errors* error, co
     const Integers to(messages, numel, world_size, bits);
     return with_errors(*error, numel, world_size, [&](const auto& errors) {
         const auto left = new_error ? another(errors, *new_error) : no_errors(errors);
-        return over_tiles(nullptr, *z, to, z->count, [&](const auto& source, int64_t first, int64_t count) {
+        return over_tiles(*z, to, [&](const auto& source, int64_t first, int64_t count) {
             return compress_tiles_from(source, errors, left, to, first, count, place);
         });
     });
@@ -401,35 +354,4 @@ int32_t co_any_nan(const co_integers* y, uint8_t* found, const co_exec* exec) {
     CO_TRY(guard.status());
     const Integers values(y->messages, y->numel, y->world_size, y->bits, y->stride);
     return launch(find_nan, 1, place, values, y->numel == 0 ? int64_t{0} : values.chunks(), found);
-}
-
-int32_t co_commit_integers(const co_combination* z, const co_errors* error, const uint8_t* own, const co_integers* y,
-                           const co_segment* outputs, int64_t count, float output_scale, const co_exec* exec) {
-    CO_REQUIRE(exec, "exec is null");
-    CO_TRY(check_integers(y));
-    CO_TRY(check_sending(z, y->numel, error));
-    if (y->numel == 0) return CO_OK;
-    CO_REQUIRE(own && outputs, "own or outputs is null");
-    CO_REQUIRE(reinterpret_cast<uintptr_t>(own) % kAlignment == 0, "own messages are not aligned to 16 bytes");
-    CO_TRY(check_segments(outputs, count, y->numel, "outputs"));
-    CO_REQUIRE(!z->grads || z->count == count, "outputs and gradients are cut at different places");
-    for (int64_t k = 0; z->grads && k < count; ++k) {
-        CO_REQUIRE(z->grads[k].numel == outputs[k].numel && z->grads[k].index == outputs[k].index,
-                   "outputs and gradients are cut at different places, or have different indices");
-    }
-    const Place place(*exec);
-    const Integers sent(own, y->numel, y->world_size, y->bits);
-    const Integers average(y->messages, y->numel, y->world_size, y->bits, y->stride);
-    if (error->values) {
-        const CommitIntegers commit = {FirstTerm(*z), z->factors, z->alpha, z->beta, error->values, sent, average,
-                                       output_scale};
-        return run(commit, RunsOf(outputs, z->grads, y->numel), count, place);
-    }
-    const DeviceGuard guard(place.device);
-    CO_TRY(guard.status());
-    const CompactErrors errors = compact_errors(*error, y->numel, y->world_size);
-    return over_tiles(outputs, *z, sent, count, [&](const auto& source, int64_t first, int64_t tiles) {
-        return launch(commit_tiles<std::decay_t<decltype(source)>>, ceil_div(tiles, kWarps), place, source, errors, sent,
-                      average, Real(output_scale), first, tiles, sent.tiles_of_chunk());
-    });
 }

@@ -147,7 +147,6 @@ inline co_status check_messages(const void* messages, int64_t numel, int32_t wor
 
 inline co_status check_combination(const co_combination* z, int64_t numel) {
     CO_REQUIRE(z != nullptr, "z is null");
-    CO_REQUIRE(z->rest == nullptr, "z has a rest, which the CPU's library takes");
     CO_REQUIRE(numel >= 0, "numel < 0");
     if (numel == 0) return CO_OK;
     CO_REQUIRE(z->grads || !z->factors, "z: factors without segments that say whose they are");

@@ -49,23 +49,6 @@ struct Combination {
 
     const Combination& of_any_tile() const { return *this; }
 
-    // Store value(q) in the parameters of the runs, for the quads that are there.
-    template <int kGroup, class Value>
-    __device__ void store_params(const Tile<kGroup>& tile, Value value) const {
-        Cursor cursor = find(tile.start);
-        const bool in_one_run = cursor.stop >= tile.length;
-        if (in_one_run && !runs.entries[cursor.run].param) return;
-#pragma unroll
-        for (int q = 0; q < kTileQuads; ++q) {
-            if (!tile.has(q)) continue;
-            const int offset = tile.offset(q);
-            const Quad values = value(q);
-            for_parts(tile.start, offset, tile.span(q).last, cursor, [&](const Run& run, Span part) {
-                if (run.param) run.store_param(tile.start + offset, values, part);
-            });
-        }
-    }
-
 private:
     struct Cursor {
         int run, stop;  // stop: offset in the tile
