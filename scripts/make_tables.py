@@ -191,7 +191,7 @@ def many_ranks() -> Table:
     return by_ranks(runs, (16, 32, 64), 64)
 
 
-#: The runs of FSDP2 and of Muon: the losses' name, the name of the uncompressed, that in benchmark_network.py, and ranks of a node.
+#: The name of the losses, that of the uncompressed, that in benchmark_network.py, and ranks of a node.
 FSDP2 = (
     ("FSDP2", "", "fsdp2", 1),
     ("FSDP2, int4 gradients", "FSDP2", "", 1),
