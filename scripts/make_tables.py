@@ -292,6 +292,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "demo": demo,
     "fine-tuned": lambda: other("fine_tuning", ("model", "loss", "perplexity"), ("model", "loss", "perplexity")),
     "classification": classification,
+    "LoRA": lambda: other("lora", ("method", "PEFT", "TRL", "MB per step"), ("method", "peft", "trl", "mb")),
 }
 
 
