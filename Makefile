@@ -42,7 +42,9 @@ $(STAMP): pyproject.toml constraints.txt
 	    -c constraints.txt -e ".[dev]"
 	@touch $@
 
-install: $(STAMP) kernels
+# Side by side: the kernels compile while pip downloads and unpacks.
+install:
+	@$(MAKE) --no-print-directory --jobs=2 $(STAMP) kernels
 
 # Without a compiler everything works by the reference implementation; with one, a failure is an error.
 kernels:
@@ -56,8 +58,9 @@ kernels:
 	        build/cmake/bin/python -m pip install --quiet --disable-pip-version-check 'cmake>=3.25'; } || exit; \
 	fi; \
 	echo "== native libraries, into hf_compressopt/kernels/lib =="; \
+	export MAKEFLAGS=--no-print-directory; \
 	$$cmake -S . -B build/kernels $(CMAKE_ARGS) >/dev/null && \
-	MAKEFLAGS=--no-print-directory $$cmake --build build/kernels --parallel $$(getconf _NPROCESSORS_ONLN)
+	$$cmake --build build/kernels --parallel $$(getconf _NPROCESSORS_ONLN)
 
 demo: install
 	@echo "== demo: adamw_torch and onebit_adam, 2 processes each, on Python's language reference =="

@@ -45,6 +45,7 @@ class MessageOptions(TopologyOptions):
     Attributes:
         bucket_cap_mb: See :class:`GradientCompression`; None is the model's DDP's, and 25 without DDP.
         param_compression: See :func:`~hf_compressopt.compress_fsdp`; for models without replicas only.
+        state: See :class:`GradientCompression`.
 
     Raises:
         ValueError: For an option outside its range.
@@ -53,12 +54,14 @@ class MessageOptions(TopologyOptions):
 
     bucket_cap_mb: float | None = None
     param_compression: str = "none"
+    state: str = "compact"
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
         if self.bucket_cap_mb is not None:
             bucket_numel_of(self.bucket_cap_mb)
+        check_state(self.state)
 
 
 class GradientCompression:
@@ -114,7 +117,7 @@ class GradientCompression:
             topology: As for :class:`~hf_compressopt.OnebitAdam`.
             node_size: Likewise.
             node_bits: Likewise.
-            state: "compact" keeps errors in 8 bits, 1.03 bytes each; "float32" rounds nothing.
+            state: "compact" keeps errors in 8 bits, 1.02 bytes each; "float32" rounds nothing.
 
         Raises:
             ValueError: For an option outside its range, and for parameters on several devices.
@@ -122,8 +125,7 @@ class GradientCompression:
         """
         if compression not in FORMATS:
             raise ValueError(f"compression must be one of {sorted(FORMATS)}, got {compression!r}")
-        if state not in STATES:
-            raise ValueError(f"state must be one of {sorted(STATES)}, got {state!r}")
+        check_state(state)
         bucket_numel, wanted = bucket_numel_of(bucket_cap_mb), TopologyOptions(topology, node_size, node_bits)
         rows = [p if isinstance(p, tuple) else (str(index), p) for index, p in enumerate(_iterable(params))]
         named = {p: name for name, p in rows if p.requires_grad}  # a tensor that is given twice counts once
@@ -209,8 +211,8 @@ class GradientCompression:
         communicator = self.communicator
         nodes = "" if communicator.levels is None else f", hierarchical on {communicator.topology.nodes} nodes"
         return (
-            f"GradientCompression: the gradients of {len(self.params)} parameters travel as int{self.bits} with error "
-            f"feedback, {communicator.world_size} rank(s) over {communicator.name}{nodes}"
+            f"GradientCompression: the gradients of {self.layout.numel:,} parameters travel as int{self.bits} with "
+            f"error feedback, {communicator.world_size} rank(s) over {communicator.name}{nodes}"
         )
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -307,6 +309,12 @@ class GradientCompression:
         self.skipped_steps += bool(not_finite)
         self.steps += 1
         self.traffic.end_step()
+
+
+def check_state(state: str) -> None:
+    """Check a value of the option ``state``."""
+    if state not in STATES:
+        raise ValueError(f"state must be one of {sorted(STATES)}, got {state!r}")
 
 
 def unscaled() -> float:

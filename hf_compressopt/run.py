@@ -9,11 +9,14 @@ The first form is for scripts that take Trainer's arguments. The variables are f
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from time import time
+from traceback import walk_tb
 
 _USAGE = "usage: python -m hf_compressopt.run (script.py | -m module) [arguments of the script ...]"
 
@@ -25,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None takes those of the command line.
 
     Returns:
-        2 if the arguments name no script and no module, else 0.
+        2 if the arguments name no script and no module, or options are refused, else 0.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] in (["-h"], ["--help"]):
@@ -51,13 +54,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    if is_module:
-        sys.argv = argv[1:]
-        runpy.run_module(target[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = argv
-        runpy.run_path(target[0], run_name="__main__")
+    sys.argv = argv[1:] if is_module else argv
+    try:
+        if is_module:
+            runpy.run_module(target[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target[0], run_name="__main__")
+    except (ValueError, TypeError) as error:
+        if not _refuses_options(error):
+            raise
+        _tell(error)
+        return 2
     return 0
+
+
+def _refuses_options(error: Exception) -> bool:
+    """Whether the package refuses an option, whose message says everything: the traceback tells a user nothing."""
+    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    package = os.path.dirname(__file__) + os.sep
+    ours = [code.co_name for code in codes if code.co_filename.startswith(package)]
+    reads = {"__init__", "__post_init__", "_attach", "_options_of", "check_variables", "_get_optimizer_cls_and_kwargs"}
+    return codes[-1].co_filename.startswith(package) and (not reads.isdisjoint(ours) or ours[-1] == "_train")
+
+
+def _tell(error: Exception) -> None:
+    """Print a refusal once, on rank 0, and leave it for torchrun's report, which ends what torchrun prints."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"[hf_compressopt] {error}", file=sys.stderr)
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with open(report, "w") as file:
+            told = {"py_callstack": str(error), "timestamp": str(int(time()))}
+            json.dump({"message": {"message": str(error), "extraInfo": told}}, file)
 
 
 def _find_modules_beside(script: str) -> None:

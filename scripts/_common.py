@@ -10,8 +10,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,27 +76,10 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def gloo_ranks(rank: int, world_size: int, store: str | Path, threads: int = 1) -> Iterator[None]:
-    """A gloo process group whose ranks meet at a file, with this many threads of torch on each rank."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(threads)
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
-    yield
-    dist.barrier()
-    dist.destroy_process_group()
-    time.sleep(0.3)  # gloo's threads come to rest
-
-
 def on_ranks(
     work: Callable[..., Any], ranks: int, *arguments: Any, threads: int = 1, folder: Path | None = None
 ) -> Any:
-    """Call work(rank, place, ...) in a process for each rank of a gloo group. Returns what each call returned.
-
-    `place` is a temporary folder, in `folder` if given, for all ranks; it and the processes are gone afterwards.
-    """
+    """Call work(rank, folder, ...) on ranks of gloo, all with one temporary folder. Returns what each returned."""
     import multiprocessing
 
     import torch.multiprocessing as mp
@@ -121,9 +103,14 @@ def on_ranks(
 def _run_rank(
     rank: int, work: Callable[..., Any], ranks: int, folder: str, threads: int, arguments: tuple[Any, ...]
 ) -> None:
-    with gloo_ranks(rank, ranks, f"{folder}/store", threads):
-        found = work(rank, Path(folder), *arguments)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+    Path(folder, f"{rank}.json").write_text(json.dumps(work(rank, Path(folder), *arguments)))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def small_gpt2(layers: int, width: int, vocabulary: int, tokens: int) -> Any:

@@ -48,12 +48,9 @@ Examples = dict[str, Tensor]  # input_ids, labels: [examples, tokens]
 
 @dataclass(frozen=True)
 class Model:
-    """A model's size, and the peak learning rates of its runs, by the tables of learning rates.
+    """A model's size, and the peak learning rates of its runs, by the tables of learning rates."""
 
-    `gpt2` says whether it is Transformers' GPT-2, or SmallDecoder.
-    """
-
-    gpt2: bool
+    gpt2: bool  # else SmallDecoder
     vocabulary: int
     tokens: int
     adamw_rate: float = 2e-3
@@ -71,39 +68,22 @@ TINY_BERT, MINILM = Model(False, 1024, 128, 1e-3, batch=32), Model(False, 30522,
 
 @dataclass(frozen=True)
 class Run:
-    """One configuration.
-
-    Attributes:
-        name: What the tables call it.
-        optimizer: "AdamW", "Lamb", "MuonAdamW" or a key of PARTNER.
-        options: Options of a compressed optimizer, or of low-bit gradients, beside the defaults.
-        lr: Peak learning rate; the model's where None.
-        gradients: Messages of an uncompressed optimizer's gradients: "int4", "int8", or "" for full precision.
-        rival: A key of rivals.RIVALS, a method around AdamW, or "".
-        rival_options: Its options.
-        zero: Options of a ZeroOptimizer around AdamW; empty is no ZeRO.
-        replicas: That FSDP2 shards, each over its part of the ranks; 0 is no FSDP2.
-        parameters: Messages of the parameters that FSDP2 gathers: "int4", "int8", or "none" for its own.
-        model: The model.
-        text: A key of TOKENIZED_AS or CLASSIFIED.
-        pretrained: Whether it starts from a model that was trained on the library's source.
-        steps: Its steps; None takes --steps.
-    """
+    """One configuration, by the name that the tables call it."""
 
     name: str
-    optimizer: str
+    optimizer: str  # "AdamW", "Lamb", "MuonAdamW" or a key of PARTNER
     options: dict[str, Any] = field(default_factory=dict)
-    lr: float | None = None
-    gradients: str = ""
-    rival: str = ""
+    lr: float | None = None  # the model's
+    gradients: str = ""  # messages of an uncompressed optimizer's: "int4", "int8"; else full precision
+    rival: str = ""  # a key of RIVALS, around AdamW
     rival_options: dict[str, Any] = field(default_factory=dict)
-    zero: dict[str, Any] = field(default_factory=dict)
-    replicas: int = 0
-    parameters: str = "none"
+    zero: dict[str, Any] = field(default_factory=dict)  # of a ZeroOptimizer around AdamW; empty is none
+    replicas: int = 0  # that FSDP2 shards; 0 is no FSDP2
+    parameters: str = "none"  # messages of the parameters that FSDP2 gathers: "int4", "int8"
     model: Model = SMALL
-    text: str = "reference"
-    pretrained: bool = False
-    steps: int | None = None
+    text: str = "reference"  # a key of TOKENIZED_AS or CLASSIFIED
+    pretrained: bool = False  # on the library's source
+    steps: int | None = None  # --steps
 
     @property
     def peak_lr(self) -> float:

@@ -31,11 +31,7 @@ RESULT = "RESULT "
 
 
 def run(*words: object) -> None:
-    """Run a command quietly.
-
-    Raises:
-        RuntimeError: If it fails, with what it said.
-    """
+    """Run a command quietly; a RuntimeError has what it said if it fails."""
     done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, words))}: {done.stderr.strip() or done.returncode}")
@@ -133,11 +129,7 @@ class Ranks:
             self.processes.append(subprocess.Popen(words, env=environment, cwd=REPOSITORY, **pipes))
 
     def order(self, **what: Any) -> list[dict[str, Any]]:
-        """Have all ranks do it. Returns their answers.
-
-        Raises:
-            RuntimeError: If a rank died.
-        """
+        """Have all ranks do it. Returns their answers; RuntimeError if a rank died."""
         for process in self.processes:
             try:
                 process.stdin.write(json.dumps(what) + "\n")
@@ -192,17 +184,7 @@ def nothing_hook(_, bucket):  # DDP compares annotations with its own types
 def trainer_of(
     model: Any, examples: Any, folder: str, watch: Any, *, hook: str, data: Any = None, **options: Any
 ) -> Any:
-    """A Trainer on CPUs that logs and saves nothing.
-
-    Args:
-        model: The model.
-        examples: Its training examples.
-        folder: An empty folder.
-        watch: A callback.
-        hook: DDP communication hook: "none" exchanges nothing at all, "fp16", or "" for DDP's own.
-        data: Other arguments of Trainer.
-        options: Other TrainingArguments.
-    """
+    """A Trainer on CPUs that logs and saves nothing; hook "none" exchanges nothing, "fp16" half, "" is DDP's own."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments

@@ -106,10 +106,7 @@ def variants_of(optimizer: Any, tensors: dict[str, torch.Tensor], folder: Path) 
     return {
         "disk": (write_disk, read_disk),
         "save_state": (lambda: save_state(optimizer, ours), lambda: load_state(optimizer, ours)),
-        "async_save_state": (
-            lambda: async_save_state(optimizer, behind).result,
-            lambda: load_state(optimizer, behind),
-        ),
+        "async_save_state": (lambda: async_save_state(optimizer, behind).result, lambda: load_state(optimizer, behind)),
         "torch.save (no fsync)": (lambda: torch.save(tensors, torch_file), read_torch),
         "DCP save": by_dcp(dcp.save, first),
         "DCP async_save": by_dcp(dcp.async_save, second),

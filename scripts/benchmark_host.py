@@ -20,7 +20,6 @@ import logging
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,8 +31,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from _common import check_least, gloo_ranks, parser_of, print_table, shuffled, write_measurements
+from _common import check_least, on_ranks, parser_of, print_table, shuffled, write_measurements
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -244,21 +242,17 @@ def host_syncs(step: Step) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def run_rank(rank: int, store: str, arguments: argparse.Namespace) -> None:
-    """Measure on a rank; rank 0 prints."""
+def measure_rank(rank: int, _: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     logging.getLogger("hf_compressopt").setLevel(logging.ERROR)
-    with gloo_ranks(rank, WORLD_SIZE, store):
-        if arguments.modules or arguments.syncs:
-            count, found = called_modules if arguments.modules else host_syncs, {}
-            for name in METHODS:
-                training = Training(name, arguments.buckets, arguments.numel)
-                training.prepare()
-                found[name] = count(training.step)
-        else:
-            trainings = {name: Training(name, arguments.buckets, arguments.numel) for name in METHODS}
-            found = as_ratios(measured_seconds(trainings, arguments.rounds), arguments.buckets)
-        if rank == 0:
-            report(arguments, found)
+    if not (arguments.modules or arguments.syncs):
+        trainings = {name: Training(name, arguments.buckets, arguments.numel) for name in METHODS}
+        return as_ratios(measured_seconds(trainings, arguments.rounds), arguments.buckets)
+    count, found = called_modules if arguments.modules else host_syncs, {}
+    for name in METHODS:
+        training = Training(name, arguments.buckets, arguments.numel)
+        training.prepare()
+        found[name] = count(training.step)
+    return found
 
 
 def as_ratios(seconds: dict[str, float], buckets: int) -> dict[str, Any]:
@@ -296,8 +290,7 @@ def main() -> None:
     what.add_argument("--syncs", action="store_true", help="count what waits for a device instead")
     arguments = parser.parse_args()
     check_least(parser, arguments, {"rounds": 1, "buckets": 1, "numel": 1})
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (f"{folder}/store", arguments), WORLD_SIZE)
+    report(arguments, on_ranks(measure_rank, WORLD_SIZE, arguments)[0])
 
 
 if __name__ == "__main__":

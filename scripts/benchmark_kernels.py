@@ -75,14 +75,7 @@ MOST_CYCLES = 3e9  # of a GPU in a second
 
 @dataclass(frozen=True)
 class Case:
-    """A call to be timed.
-
-    Attributes:
-        name: What it is called.
-        call: What runs.
-        nbytes: Bytes that it must read and write per element.
-        like: The plain pass with the same mix of reads and writes.
-    """
+    """A call to be timed, the bytes per element that it must move, and the plain pass with the same mix."""
 
     name: str
     call: Callable[[], object]
@@ -91,14 +84,7 @@ class Case:
 
 
 def sign_cases(numel: int, device: torch.device, dtype: torch.dtype, averaged: tuple[int, ...]) -> list[Case]:
-    """The kernels of signs and of optimizers; one tensor of parameters or gradients has this dtype.
-
-    Args:
-        numel: Elements of the bucket.
-        device: Where they are.
-        dtype: Of parameters and gradients; all else is float32.
-        averaged: Numbers of messages that a server averages.
-    """
+    """The kernels of signs and of optimizers; parameters and gradients have this dtype, all else is float32."""
     x, error, out, v, u, anchor = (torch.rand(numel, device=device) + 0.1 for _ in range(6))
     param, grad = (torch.randn(numel, device=device).to(dtype) for _ in range(2))
     params, grads, size = [Segment(param, 0, numel, 0)], [Segment(grad, 0, numel, 0)], param.element_size()
@@ -139,9 +125,7 @@ def sign_cases(numel: int, device: torch.device, dtype: torch.dtype, averaged: t
         Case("decompress", lambda: native.decompress_(y, out), 4 + SIGN, "a = c"),
         Case("combine", lambda: native.combine_(momentum, out), 8 + size),
         Case(
-            "decompress + Adam",
-            lambda: native.apply_adam_(AdamUpdate(y, out, v, params, descent)),
-            8 + 2 * size + SIGN,
+            "decompress + Adam", lambda: native.apply_adam_(AdamUpdate(y, out, v, params, descent)), 8 + 2 * size + SIGN
         ),
         Case(
             "8 bits: decompress + Adam",

@@ -59,31 +59,19 @@ NEAR = 1.01  # of the loss that DDP ends with
 
 @dataclass(frozen=True)
 class Method:
-    """A way to exchange gradients.
-
-    Attributes:
-        title: Its name in tables, in Markdown.
-        optim_args: Trainer's ``--optim_args``; ``{per_node}`` stands for the ranks of a node.
-        optim: Trainer's ``--optim``, by default its own default.
-        stage: Further ``--optim_args`` that soon begin the stage to be measured, but for whole runs.
-        hook: DDP communication hook: "none" exchanges nothing at all, "fp16", or "" for DDP's own.
-        loop: In a plain loop instead of Trainer: "FSDP2" or "FSDP2, int4" shards the model over all ranks, "HSDP",
-            "HSDP, bfloat16" or "HSDP, int4" inside the nodes, with what it sends between them; "ZeRO" is torch's own;
-            or a method of rivals.py around AdamW.
-        options: Options of the rival.
-        period: Of so many steps one exchanges what the others do not.
-        lr: Peak learning rate of a whole run.
-    """
+    """A way to exchange gradients; its title is for tables, in Markdown."""
 
     title: str
-    optim_args: str = ""
+    optim_args: str = ""  # {per_node} stands for the ranks of a node
     optim: str = "adamw_torch_fused"
-    stage: str = ""
-    hook: str = ""
+    stage: str = ""  # --optim_args that soon begin the stage to be measured, but for whole runs
+    hook: str = ""  # of DDP: "none" exchanges nothing at all, "fp16", or "" for its own
+    # in a plain loop instead of Trainer: FSDP2 over all ranks or (HSDP) in the nodes, and what it sends; "ZeRO" of
+    # torch; or a key of RIVALS
     loop: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    period: int = 1
-    lr: float = 1e-3
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the rival
+    period: int = 1  # of so many steps one exchanges what the others do not
+    lr: float = 1e-3  # peak of a whole run
 
     @property
     def needs_nodes(self) -> bool:

@@ -30,28 +30,15 @@ CORES = 2
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine whose ranks share two cores and their memory.
+    """A machine whose ranks share two cores and their memory; bytes per second, and seconds."""
 
-    Attributes:
-        memory_bandwidth: Bytes per second of both cores, "a += b" with 2 threads.
-        update_seconds: Per parameter: torch's AdamW as a loop over tensors, of 25 million; None where it was the fused
-            one.
-        host_bandwidth: Bytes per second that a rank sends in an all-reduce, by ranks on a core: check_link.py of
-            recipes/multi_node.
-        latency: Seconds of an all_reduce of two values by gloo.
-        earlier: Methods whose rows were measured with kernels of more passes.
-        settled: Whether low-bit gradients were measured with errors that are written during backward.
-        copies: Bytes over memory per parameter for DDP's copies of gradients, which the compute-only step makes and
-            the optimizers of this package, by now, do not.
-    """
-
-    memory_bandwidth: float
-    update_seconds: float | None
-    host_bandwidth: dict[int, float]
-    latency: float
-    earlier: tuple[str, ...] = ()
-    settled: bool = True
-    copies: int = 0
+    memory_bandwidth: float  # of both cores, "a += b" with 2 threads
+    update_seconds: float | None  # per parameter: AdamW as a loop over tensors of 25 million; None where it was fused
+    host_bandwidth: dict[int, float]  # of an all-reduce, by ranks on a core: recipes/multi_node/check_link.py
+    latency: float  # of an all_reduce of two values by gloo
+    earlier: tuple[str, ...] = ()  # methods that were measured with kernels of more passes
+    settled: bool = True  # False: low-bit gradients were measured with errors written during backward
+    copies: int = 0  # bytes per parameter for DDP's copies of gradients, which the compute-only step makes alone
 
 
 EPYC = Machine(63.4e9, 3.36e-9, {1: 1.61e9, 2: 1.19e9}, 160e-6, ("zero2_int4", "zero2_int4_levels"), settled=False)

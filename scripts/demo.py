@@ -169,11 +169,7 @@ def read_result(optim: str, directory: Path, wall_seconds: float) -> Run:
 
 
 def measure_traffic(run: Run, ranks: int) -> dict[str, Any]:
-    """Bytes that one rank sends: those of onebit_adam as it counts them, those of adamw_torch by the formula of a ring.
-
-    The step of the switch follows from the bytes between the logs around it. A run that stays in the warmup stage, as a
-    short one may, has neither a compressed_step nor a switch_step.
-    """
+    """Bytes that a rank sends: as onebit_adam counts them, and of adamw_torch by the formula of a ring."""
     warmup_logs = [step for step, stage in run["stage"].items() if stage == 0.0]
     compressed_logs = [step for step, stage in run["stage"].items() if stage == 1.0]
     if not warmup_logs:
@@ -184,6 +180,7 @@ def measure_traffic(run: Run, ranks: int) -> dict[str, Any]:
         after = min(compressed_logs)
         compressed = run["bytes_sent_step"][after]
         sent = run["bytes_sent"][after] - run["bytes_sent"][before]
+        # by the bytes between the logs around it
         switch = before + round((sent - (after - before) * compressed) / (warmup - compressed))
     baseline = 2 * (ranks - 1) / ranks * 4 * run["parameters"]
     return {
@@ -267,11 +264,7 @@ def main() -> None:
     traffic = measure_traffic(runs[COMPRESSED], arguments.processes)
     print_results(runs, traffic, arguments)
     given = {**vars(arguments), "output_dir": arguments.output_dir.name}
-    found = {
-        "arguments": given,
-        "traffic": traffic,
-        "runs": runs,
-    }
+    found = {"arguments": given, "traffic": traffic, "runs": runs}
     results_file.write_text(json.dumps(found, indent=2) + "\n")
     plot(plot_file, runs, traffic, arguments.processes)
     print(f"wrote {plot_file} and {results_file}")

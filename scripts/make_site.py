@@ -1,7 +1,7 @@
 """Build the site of the documentation into build/site. `make docs` runs this with mkdocs in build/docs-venv.
 
-README.md, the pages of docs/ and of the recipes are gathered into build/pages, in their own places, so that links lead
-to the same pages on the site. A page with the API is made from the public names.
+README.md, the pages of docs/, and the recipes with their scripts are gathered into build/pages, in their own places, so
+that links lead to the same pages on the site. A page with the API is made from the public names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def gather() -> None:
     """Copy the pages, and write that of the API."""
     shutil.rmtree(PAGES, ignore_errors=True)
     shutil.copytree(ROOT / "docs", PAGES / "docs")
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("recipes/*/README.md"), *ROOT.glob("recipes/*.ipynb")):
+    recipes = (path for kind in ("*/README.md", "*/*.py", "*.ipynb") for path in ROOT.glob(f"recipes/{kind}"))
+    for page in (*ROOT.glob("*.md"), *recipes):
         place = PAGES / page.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(page, place)

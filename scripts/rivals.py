@@ -15,12 +15,7 @@ from hf_compressopt.collectives.communicator import Communicator
 
 
 class Rival:
-    """One rank's part of a method that sends less than an all-reduce in float32.
-
-    Attributes:
-        params: The parameters, alike on all ranks at the start.
-        communicator: The ranks.
-    """
+    """One rank's part of a method that sends less than an all-reduce in float32."""
 
     def __init__(self, params: Iterable[Tensor], communicator: Communicator) -> None:
         self.params, self.communicator = list(params), communicator

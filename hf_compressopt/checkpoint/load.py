@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from typing import Any
 
 import torch
 
-from hf_compressopt.checkpoint.state import LoadPlan, State
+from hf_compressopt.checkpoint.state import COMPRESSED, Header, LoadPlan, State
 from hf_compressopt.checkpoint.stored import Stored, source_of
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS
 from hf_compressopt.format.index import (
     BY_PLACE,
     INDEX_NAME,
+    NODE_SIZE,
     CheckpointError,
     CheckpointIndex,
     errors_naming,
@@ -24,6 +27,8 @@ from hf_compressopt.format.index import (
 )
 from hf_compressopt.format.plan import StateTensor
 from hf_compressopt.format.shards import ShardFiles, absent_shards, not_whole, progress
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -56,6 +61,21 @@ def load(
         reading = communicator.run_together(check, others=CheckpointError)
         communicator.run_together(reading.read, others=CheckpointError)
     reading.plan.commit()
+    _warn_of_topology(reading.source.header, communicator)
+
+
+def _warn_of_topology(header: Header, communicator: Communicator) -> None:
+    """Say that a run does not go on bit for bit, because ranks exchange in another topology than before."""
+    saved, mine = header.values.get(NODE_SIZE, 1), communicator.topology.node_size
+    known = header.title in (*COMPRESSED, "GradientCompression")
+    if known and saved != mine and header.values["world_size"] == communicator.world_size and communicator.rank == 0:
+        logger.warning(
+            "the checkpoint was saved with %d rank(s) per node in the exchange, and this run has %d: it goes on, but "
+            "not bit for bit. Give topology='%s' for that",
+            saved,
+            mine,
+            TWO_LEVELS if saved > 1 else FLAT,
+        )
 
 
 # -- finding ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
@@ -136,7 +135,7 @@ def not_alike(key: object) -> str:
 
 
 class LowBitState(State):
-    """Errors as float32 values, so that buckets and meshes of any size can load them."""
+    """The errors, and what counts steps and bytes."""
 
     def __init__(
         self,
@@ -169,12 +168,15 @@ class LowBitState(State):
     def _tensors(self, names: Sequence[Sequence[str]], errors: Sequence[GroupErrors]) -> list[StateTensor]:
         if not any(group.worker.numel() or group.server.numel() for group in errors):
             return []
-        values = [group.values() if group.compact else (group.worker, group.server) for group in errors]
-        return [tensor for tensor in self._described(names[0], values) if tensor.local.numel()]
+        return [tensor for tensor in self._described(names[0], errors) if tensor.local.numel()]
 
     @abstractmethod
-    def _described(self, names: Sequence[str], values: Sequence[tuple[Tensor, Tensor]]) -> Iterator[StateTensor]:
+    def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> Iterator[StateTensor]:
         """Describe worker and server errors."""
+
+    def _room(self, header: Header, entries: Mapping[str, TensorEntry]) -> list[GroupErrors]:
+        """The errors that a load fills, in the form of the checkpoint."""
+        return [errors.room(compact=False) for errors in self._errors]
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
         """Set the errors to zero if the run that saved had none."""
@@ -184,7 +186,7 @@ class LowBitState(State):
         is_fsdp = isinstance(compression, FSDPCompression)  # whose replicas have errors, where elsewhere ranks have
         known = values["world_size"] > (values.get(NODE_SIZE, 1) if is_fsdp else 1)
         served = not is_fsdp or any(name.startswith("server_error/") for name in entries)
-        rooms = [errors.room(compact=False) for errors in self._errors]
+        rooms = self._room(header, entries)
 
         def commit() -> None:
             for errors, room in zip(self._errors, rooms, strict=True):
@@ -207,31 +209,44 @@ class LowBitState(State):
 
 
 class CompressionState(LowBitState):
-    """The state of a GradientCompression: one flat tensor for each rank's own errors, and one for the servers'."""
+    """The state of a GradientCompression: one flat tensor for each rank's own errors, and one for the servers'.
+
+    They are stored as they lie in memory. Ranks or buckets of other numbers decode errors of 8 bits.
+    """
 
     def __init__(self, compression: GradientCompression) -> None:
         params = dict(zip(compression.names, compression.params, strict=True))
         ranks = compression.communicator
         super().__init__(compression, ranks, params, [compression.errors], ranks.topology.node_size)
-        self._layout = compression.layout
+        self._bucket_numel = compression.layout.bucket_numel
 
-    def _described(self, names: Sequence[str], values: Sequence[tuple[Tensor, Tensor]]) -> Iterator[StateTensor]:
-        (errors,), ((worker, server),), place = self._errors, values, self.communicator.topology
+    def header(self) -> dict[str, Any]:
+        return {**super().header(), "bucket_numel": self._bucket_numel}
+
+    def _room(self, header: Header, entries: Mapping[str, TensorEntry]) -> list[GroupErrors]:
+        (errors,), saved = self._errors, entries.get(str(TensorKey("server_error", group=0)))
+        alike = (self.communicator.world_size, self._bucket_numel) == tuple(
+            header.values.get(name) for name in ("world_size", "bucket_numel")
+        )
+        in_bytes = saved is not None and saved.dtype == "uint8"
+        return [errors.room(compact=in_bytes and alike and self.communicator.levels is None)]
+
+    def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> Iterator[StateTensor]:
+        (found,), place = errors, self.communicator.topology
         own: dict[str, Any] = {"of_each_rank": True, "node_size": place.node_size}
-        for key, found, range_of, options in (
-            (TensorKey("worker_error", group=0, rank=place.node), worker, errors.sent_range, own),
-            (TensorKey("server_error", group=0), server, errors.own_range, {}),
+        for key, parts, options in (
+            (TensorKey("worker_error", group=0, rank=place.node), found.stored_worker(), own),
+            (TensorKey("server_error", group=0), found.stored_server(), {}),
         ):
-            ranges = [range_of(bucket) for bucket in self._layout.buckets]
-            for (start, _), part in zip(ranges, torch.split(found, [b - a for a, b in ranges]), strict=True):
-                yield StateTensor.of(key, part, (self._layout.numel,), start, is_error=True, **options)
+            for start, part in parts:
+                yield StateTensor.of(key, part, found.stored_shape, start, is_error=True, **options)
 
 
 class FSDPState(LowBitState):
     """The state of an FSDPCompression: for each parameter the worker error of each replica, and the servers' errors.
 
-    They are in the order of the parameter's elements. Without replicas each rank has worker errors of all elements, and
-    there are no servers' errors.
+    They are float32 values in the order of the parameter's elements, which meshes of any size can load. Without
+    replicas each rank has worker errors of all elements, and there are no servers' errors.
     """
 
     def __init__(self, compression: FSDPCompression) -> None:
@@ -256,13 +271,14 @@ class FSDPState(LowBitState):
         self._gather_in_full()
         return super().tensors(names)
 
-    def _described(self, names: Sequence[str], values: Sequence[tuple[Tensor, Tensor]]) -> Iterator[StateTensor]:
+    def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> Iterator[StateTensor]:
+        values = [group.values() if group.compact else (group.worker, group.server) for group in errors]
         called = {own: (name, p.shape) for own, name, p in zip(self._names[0], names, self.params[0], strict=True)}
         mine: dict[str, Any] = {"of_each_rank": True, "node_size": self._node_size}
-        for errors, held in zip(self._units, values, strict=True):
-            for kind, shard, start, found in errors.runs(held, self._shard):
+        for unit, held in zip(self._units, values, strict=True):
+            for kind, shard, start, found in unit.runs(held, self._shard):
                 rank, own = (self._replica, mine) if kind == "worker_error" else (None, {})
-                for known, offset, numel, first in errors.unit.places(shard):
+                for known, offset, numel, first in unit.unit.places(shard):
                     low, high = max(start, offset), min(start + found.numel(), offset + numel)
                     if low < high:
                         (name, shape), part = called[known], found[low - start : high - start]

@@ -309,11 +309,13 @@ class Communicator(ABC):
         digests: Sequence[int],
         dtype: torch.dtype = torch.float64,
         sketch: Tensor | None = None,
+        beside: Tensor | None = None,
     ) -> tuple[list[float], list[bool]]:
         """Sum values, [] each, over the ranks, and compare numbers below DIGEST_BOUND, in one small all-reduce.
 
         Numbers are all alike if and only if their mean square is the square of their mean. Returns the sums, behind
-        them the squared norm of the mean of ``sketch``, and for each digest whether all ranks have the same one.
+        them the squared norm of the mean of ``sketch`` and this rank's ``beside``, which is fetched with them, and for
+        each digest whether all ranks have the same one.
         """
         bits = _BITS_TOGETHER[dtype]
         shifts = range(0, _DIGEST_BITS, bits)
@@ -327,6 +329,8 @@ class Communicator(ABC):
             count = len(values) + len(squares)
             square = message[count:].double().div(self.world_size).square().sum()
             message = torch.cat([message[:count].double(), square.view(1)])
+        if beside is not None:
+            message = torch.cat([message.double(), beside.to(self.device, torch.float64)])
         found = message.tolist()
         sums = [int(number) for number in found[len(values) : len(values) + len(squares)]]
         same = [self.world_size * square == total**2 for total, square in zip(sums[::2], sums[1::2], strict=True)]

@@ -264,20 +264,22 @@ def _sender(process: int) -> _Sender:
 
 
 def _prepare_gloo() -> None:
-    """Start the sender, as an exit handler cannot, and let threads come to rest before the interpreter shuts down."""
+    """Start the sender, as an exit handler cannot."""
     _sender(os.getpid())
-    _rest_at_exit()
 
 
-@cache
+@atexit.register
 def _rest_at_exit() -> None:
     """Let gloo's threads come to rest before the interpreter shuts down.
+
+    As this is an exit handler of the import, those that communicate, or wait for a save that does, run before it.
 
     They let go of a collective's tensors a little after its end, and torch (seen in 2.13) takes the interpreter's lock
     for that: in an interpreter that is shutting down by then it aborts a process whose work was all done, one in five
     to ten short Trainer runs with any optimizer. An exit handler that sleeps gives the lock away in time.
     """
-    atexit.register(time.sleep, 0.2)
+    if _sender.cache_info().currsize:
+        time.sleep(0.2)
 
 
 def backend_of(process_group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -52,7 +52,7 @@ from hf_compressopt.collectives.exchange import (
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import SIGNS_PER_BYTE, Bucket, FlatLayout, bucket_numel_of, chunk_numel
 from hf_compressopt.fsdp.units import Unit, units_of
-from hf_compressopt.grad_compression import FORMATS, STATES, unscaled
+from hf_compressopt.grad_compression import FORMATS, check_state, unscaled
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment
 from hf_compressopt.optim.math import bit_sum
 
@@ -588,7 +588,7 @@ def compress_fsdp(
     All replicas must begin with the same parameters.
 
     Without replicas, on a mesh of 1 dimension, they take the place of FSDP2's reduce-scatter. Each rank then keeps
-    errors for every parameter of the model: 1.03 bytes, and as much again from the first gradient to the end of
+    errors for every parameter of the model: 1.02 bytes, and as much again from the first gradient to the end of
     backward.
 
     Args:
@@ -599,7 +599,7 @@ def compress_fsdp(
         bucket_cap_mb: MiB of float32 gradients that are sent together, > 0; a unit is one bucket or more.
         loss_scale: Returns the factor that the gradients of the coming step carry, such as a ``GradScaler.get_scale``;
             None stands for 1.
-        state: "compact" keeps errors in 8 bits, 1.03 bytes each; "float32" rounds nothing.
+        state: "compact" keeps errors in 8 bits, 1.02 bytes each; "float32" rounds nothing.
         param_compression: "int4" or "int8", without replicas: send parameters as differences of so many bits, once a
             step. Each rank then keeps all parameters, in the dtype in which they are gathered.
 
@@ -615,8 +615,7 @@ def compress_fsdp(
         raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}: call compress_fsdp(model, mesh, 'int4')")
     if compression not in FORMATS:
         raise ValueError(f"compression must be one of {sorted(FORMATS)}, got {compression!r}")
-    if state not in STATES:
-        raise ValueError(f"state must be one of {sorted(STATES)}, got {state!r}")
+    check_state(state)
     if param_compression not in (*FORMATS, "none"):
         raise ValueError(f"param_compression must be one of {[*FORMATS, 'none']}, got {param_compression!r}")
     if param_compression != "none" and mesh.ndim > 1:

@@ -145,8 +145,8 @@ class ShardedModels:
         loss_scale: Callable[[], float],
     ) -> None:
         """Give every model low-bit messages, unless it has them."""
-        options: dict[str, Any] = {"param_compression": messages.param_compression, "loss_scale": loss_scale}
-        if replace(messages, bucket_cap_mb=None, param_compression="none") != MessageOptions():
+        options: dict[str, Any] = {key: getattr(messages, key) for key in ("param_compression", "state")}
+        if replace(messages, bucket_cap_mb=None, param_compression="none", state="compact") != MessageOptions():
             raise ValueError(
                 f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "
                 "have no effect with FSDP, whose mesh says which ranks share a node: leave them out"
@@ -157,7 +157,7 @@ class ShardedModels:
             params: Iterator[Any] = model.parameters()
             mesh = next(param.device_mesh for param in params if is_dtensor(param))
             cap = messages.bucket_cap_mb or 25.0
-            state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, **options)
+            state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale, **options)
             self._found.append(weakref.ref(state))
 
     def compressions(self) -> list[FSDPCompression]:

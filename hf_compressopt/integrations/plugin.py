@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,7 +15,7 @@ from hf_compressopt.grad_compression import FORMATS, GradientCompression, Messag
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES, saves_shards
 from hf_compressopt.optim.onebit_adam import OnebitAdam
 from hf_compressopt.optim.options import check_zero_stage
-from hf_compressopt.options import describe_kinds, did_you_mean, options_of, parse
+from hf_compressopt.options import ACCEPTED, Option, did_you_mean, options_of, parse
 from hf_compressopt.zero.config import check_optimizer_class, check_stage
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
@@ -46,9 +48,9 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
     """Read ``--optim_args`` for the optimizer that ``--optim`` names."""
     ours = name in OPTIMIZERS or name in ZERO_NAMES
     if (text or "").strip() == "help":
-        legal = sorted(_legal(name, zero=name in ZERO_NAMES).items())
-        told = (f"{key} ({describe_kinds(kinds)}; default {default})" for key, (kinds, default) in legal)
-        raise ValueError(f"optim_args: the options of {name} are {', '.join(told)}")
+        if os.environ.get("RANK", "0") == "0":
+            print(*_list_options(name), sep="\n", flush=True)
+        raise SystemExit(0)
     if not ours and not any(option in (text or "") for option in ("zero_stage", "async_save", *_COMPRESSIONS)):
         return OptimArgs(others=text or "")
     pairs = _pairs(text)
@@ -66,9 +68,8 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
     if not ours:
         check_param_compression(pairs.get("param_compression", "none"), stage, found.grad_compression)
     if found.grad_compression in FORMATS:
-        legal_here, names = text_options(GradientCompression), {option.name for option in fields(MessageOptions)}
-        legal_here["param_compression"] = (str,), "none"
-        found.messages = {key: parse(key, pairs.pop(key), legal_here[key][0]) for key in names & pairs.keys()}
+        legal_here = _of_messages()
+        found.messages = {key: parse(key, pairs.pop(key), legal_here[key][0]) for key in legal_here.keys() & pairs}
         MessageOptions(**found.messages)
     own = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
     zero = {} if stage is None else {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if key != "stage"}
@@ -137,8 +138,51 @@ def _legal(name: str, *, zero: bool) -> Options:
     if zero or name in ALGORITHMS:
         found["async_save"] = (bool,), False
     else:
-        found["grad_compression"] = (str,), "none"
+        found |= {"grad_compression": ((str,), "none"), **_of_messages()}
     return found if name in ALGORITHMS or name in ZERO_NAMES else found | {"zero_stage": ((int,), 0)}
+
+
+def _of_messages() -> Options:
+    """The options that go with ``grad_compression``."""
+    known = {**text_options(GradientCompression), "param_compression": ((str,), "none")}
+    return {option.name: known[option.name] for option in fields(MessageOptions)}
+
+
+#: What --optim_args takes beside the options of an optimizer.
+_OF_TRAINER = {
+    "async_save": (False, "Save checkpoints in the background."),
+    "grad_compression": ("none", '"int4" or "int8": average gradients in messages of 4 or 8 bits per element.'),
+    "zero_stage": (0, "1 or 2: partition the optimizer among the ranks; 0 is off."),
+}
+
+
+def _list_options(name: str) -> Iterator[str]:
+    """Yield the options that --optim_args may have for an optimizer, one a line, with default and meaning."""
+    yield f'--optim {name} --optim_args "option=value,option=value"'
+    if name in OPTIMIZERS:
+        yield from _lines(text_options(OPTIMIZERS[name]), options_of(OPTIMIZERS[name]))  # type: ignore[arg-type]
+    indent, zero = "", text_options(ZeroOptimizer)
+    if name not in ALGORITHMS and name not in ZERO_NAMES:
+        yield _line("grad_compression", *_OF_TRAINER["grad_compression"])
+        known = {"state": options_of(GradientCompression)["state"]}
+        indent = "  "  # what goes with the option above
+        yield from (indent + line for line in _lines(_of_messages(), options_of(ZeroOptimizer) | _SHARED | known))
+        yield _line("zero_stage", *_OF_TRAINER["zero_stage"])
+    if name not in ALGORITHMS:
+        del zero["stage"]
+        yield from (indent + line for line in _lines(zero, options_of(ZeroOptimizer)))
+    yield indent + _line("async_save", *_OF_TRAINER["async_save"])
+
+
+def _lines(found: Options, described: dict[str, Option]) -> Iterator[str]:
+    return (_line(key, found[key][1], described[key].help) for key in found if key not in ACCEPTED)
+
+
+def _line(key: str, default: Any, meaning: str) -> str:
+    """An option, its default and the first sentence of its description."""
+    words = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", meaning.split(". ")[0]).replace("``", "").rstrip(".")
+    value = str(default).removeprefix("torch.")
+    return f"  {f'{key}={value if isinstance(default, (str, torch.dtype)) else value.lower()}':32} {words}"
 
 
 def _unknown(name: str, key: str, legal: Options) -> str:
@@ -261,7 +305,7 @@ class CompressOptPlugin:
         param_compression: "int4" or "int8", with zero_stage, or with grad_compression and FSDP2 without replicas: give
             the updated parameters to all ranks by such messages.
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the scheduler's.
-        state: "compact" or "float32", as in the optimizers; None is the optimizer's own default.
+        state: "compact" or "float32", as in the optimizers and GradientCompression; None is the default of each.
         bucket_cap_mb: MiB of float32 values that are sent together, > 0. None is 25, and with grad_compression the size
             of DDP's own buckets.
         communicator: "auto", or the name of a torch.distributed backend.
@@ -327,7 +371,7 @@ class CompressOptPlugin:
     def message_options(self) -> MessageOptions:
         """The options of ``grad_compression``'s messages, checked."""
         own = "none" if self.partitions else self.param_compression
-        return MessageOptions(self.topology, None, self.node_bits, self.bucket_cap_mb, own)
+        return MessageOptions(self.topology, None, self.node_bits, self.bucket_cap_mb, own, self.state or "compact")
 
     @staticmethod
     def optimizer_from_env() -> str:

@@ -179,11 +179,13 @@ COMMAND_LINE: list[str] = []
 
 
 def note_command_line(arguments: Sequence[str]) -> None:
-    """Keep the flags of a script that ask for compression."""
+    """Keep the flags of a script that ask for compression; ``--optim_args help`` prints the options and exits."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--optim", default="")
-    parser.add_argument("--optim_args", default="")
+    parser.add_argument("--optim_args", "--optim-args", default="")
     found, _ = parser.parse_known_args(arguments)
+    if found.optim_args.strip() == "help":
+        read_optim_args(found.optim or CompressOptPlugin.optimizer_from_env() or _ADAMW[0], "help")
     COMMAND_LINE.clear()
     if found.optim in ALGORITHMS or found.optim in ZERO_NAMES:
         COMMAND_LINE.append(f"--optim {found.optim}")

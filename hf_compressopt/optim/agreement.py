@@ -35,6 +35,7 @@ from hf_compressopt.schedules import StepPlan
 if TYPE_CHECKING:
     from hf_compressopt.optim.late import EarlyMessages
     from hf_compressopt.optim.sharded import FreedGradients
+    from hf_compressopt.optim.warmup import WarmupGradients
 
 
 #: Name of the tensor that holds the moving average.
@@ -211,6 +212,7 @@ class StepGradients:
         self._communicator, self._shares = communicator, tuple(shares)
         self._local_squares: dict[float, Tensor] | None = None
         self._square: float | None = None
+        self.unread: Tensor | None = None  # [1] float64, the square until the host knows it
         self.measured_signature: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
@@ -288,31 +290,41 @@ class StepGradients:
         part: StepGradients | None = None,
         mean: MeanNorm | None = None,
         ratio: Callable[[float], float] | None = None,
-    ) -> Any:
-        """Sum the squares over the ranks, for :meth:`square_norm`, tell each other of faults, and compare numbers."""
+        beside: Tensor | None = None,
+        later: bool = False,
+    ) -> tuple[list[bool], list[float]]:
+        """Sum the squares over the ranks, for :meth:`square_norm`, tell each other of faults, and compare numbers.
+
+        Returns what :meth:`Communicator.sum_and_compare` does for the digests and ``beside``. If ``later``, squares
+        that need no message stay on the device.
+        """
         part = part or self
         weight = None if self.ask else ratio or (lambda share: 1.0)
         own = [each._own_square(overflow, weight) for each in (self, *([] if part is self else [part]))]
-        alike: list[bool] = []
+        alike, local = list[bool](), list[float]()
         if self.ask:
             faults = torch.full_like(own[0], float(self.fault is not None))
             means, sketch = ([], None) if mean is None else mean.contributions()
             dtype = torch.float64 if mean is None else mean.dtype
             numbers = [faults, own[0], own[-1], *means]
-            sums, alike = self._communicator.sum_and_compare(numbers, digests, dtype, sketch)
+            sums, alike = self._communicator.sum_and_compare(numbers, digests, dtype, sketch, beside)
+            if beside is not None:
+                sums, local = sums[: -len(beside)], sums[-len(beside) :]
             if self.fault is None and sums[0] > 0:
                 raise RuntimeError(f"{int(sums[0])} other rank(s) were given gradients that cannot be used")
             squares = sums[1:3]
             if mean is not None and math.isfinite(squares[1]):
                 squares[1] = mean.square(sums[3:])
-        elif self.fault is None:
+        elif self.fault is None and not later:
             squares = torch.stack(own).tolist()
         if self.fault is not None:
             raise self.fault
-        self._square = squares[0]
-        part._square = squares[-1]
+        if later and not self.ask:
+            self.unread, part.unread = own[0], own[-1]
+        else:
+            self._square, part._square = squares[0], squares[-1]
         self.measured_signature = self.signature()
-        return alike
+        return alike, local
 
     def _own_square(self, overflow: bool, weight: Callable[[float], float] | None) -> Tensor:
         """Return this rank's contribution to the sum of squares, [] float64; the share itself is the default weight."""
@@ -332,7 +344,9 @@ class StepGradients:
         It is alike on all ranks, after :meth:`agree`, and not finite if an element on any rank is not, or is too large
         for its square to be a float32.
         """
-        if self._square is None:
+        if self._square is None and self.unread is not None:
+            self._square = self.unread.item()
+        elif self._square is None:
             self.agree()
         assert self._square is not None
         return self._square
@@ -340,38 +354,54 @@ class StepGradients:
     def is_finite(self) -> bool:
         return math.isfinite(self.square_norm())
 
-    def clip_(self, max_norm: float, *, in_place: bool) -> float:
-        """Clip to ``max_norm``, by the same factor on every rank, and return the norm before."""
-        square = self.square_norm()
-        norm = math.sqrt(square) if square >= 0 else math.nan
-        factor = min(1.0, max_norm / (norm + 1e-6))  # as torch computes it
-        if math.isfinite(norm) and factor < 1.0:
+    def may_be_used(self) -> bool:
+        """Return whether the gradients are finite, or nobody knows yet."""
+        return (self._square is None and self.unread is not None) or self.is_finite()
+
+    def clip_(self, max_norm: float, *, in_place: bool) -> float | Tensor:
+        """Clip to ``max_norm``, by the same factor on every rank, and return the norm before: [] if it is not read."""
+        norm: float | Tensor
+        factor: float | Tensor
+        if self._square is None and self.unread is not None:
+            norm = self.unread.sqrt()
+            factor = torch.where(norm.isfinite(), torch.clamp(max_norm / (norm + 1e-6), max=1.0), 1.0)
+        else:
+            square = self.square_norm()
+            norm = math.sqrt(square) if square >= 0 else math.nan
+            factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0  # as torch computes it
+        if isinstance(factor, Tensor) or factor < 1.0:
             if in_place:
                 _scale_([grad for grad in self.present() if id(grad) not in self.left], factor)
             else:
-                clipped = {id(grad): grad * factor for grad in self.present() if id(grad) not in self.left}
+                clipped = {id(grad): _times(grad, factor) for grad in self.present() if id(grad) not in self.left}
                 self.groups = [[clipped.get(id(grad), grad) for grad in grads] for grads in self.groups]
             if self.freed is not None:
-                self.freed.scale_(factor)
+                self.freed.scale_(float(factor))
             if self.left:
                 self._local_squares = None
             else:
-                self._square = self.square_norm() * factor**2
+                self._square = None if self._square is None else self._square * float(factor) ** 2
                 self._local_squares = {share: local * factor**2 for share, local in self.local_squares().items()}
         self.measured_signature = self.signature()
         return norm
 
 
-def _scale_(grads: Sequence[Tensor], factor: float) -> None:
+def _scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply gradients in place. Lazily negated and expanded ones get new memory: torch refuses to write to it."""
     plain: list[Tensor] = []
     for grad in grads:
-        if holds_values(grad) and 0 not in grad.stride():
-            plain.append(grad)
+        if not holds_values(grad) or 0 in grad.stride():
+            grad.data = _times(grad, factor)
         else:
-            grad.data = grad * factor
-    if plain:
-        torch._foreach_mul_(plain, factor)
+            plain.append(grad)
+    for dtype in {grad.dtype for grad in plain}:
+        same = [grad for grad in plain if grad.dtype == dtype]
+        torch._foreach_mul_(same, factor.to(dtype) if isinstance(factor, Tensor) else factor)
+
+
+def _times(grad: Tensor, factor: float | Tensor) -> Tensor:
+    """Return the product, rounded once also if the factor is on the device."""
+    return grad * factor if isinstance(factor, float) else (grad.float() * factor.float()).to(grad.dtype)
 
 
 def _flatten(grads: Iterable[Any], count: int) -> list[Tensor | None]:
@@ -558,6 +588,7 @@ class Consensus:
 
     early: EarlyMessages | None = None  # set by the optimizer if messages leave during backward, like the next
     freed: FreedGradients | None = None
+    warmup: WarmupGradients | None = None
 
     def __init__(self, states: Sequence[GroupState], communicator: Communicator, tensors: dict[str, Tensor]) -> None:
         self.states, self.communicator = states, communicator
@@ -571,6 +602,8 @@ class Consensus:
         self._usual = math.nan  # the root of the mean square of the ranks' own norms in the coming step
         self._overflow = False  # a gradient scaler found an element that is not finite
         self._gradients_compared = False
+        self._unread: StepGradients | None = None  # what the message of a sync tells whether it is finite
+        self.read = list[float]()  # the largest variances of the coming step, if it asks for them
         self.comparison = Comparison(states, communicator)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -605,15 +638,17 @@ class Consensus:
                     self._go_on_without(gradients, plan)
                 return gradients, self._left_are_finite()
         if measured is not None and same and not ask and not max_grad_norm:
-            return measured, measured.is_finite() and self._left_are_finite()
+            self._unread = measured
+            return measured, measured.may_be_used() and self._left_are_finite()
         self._agree(gradients, plan, sketched=max_grad_norm > 0)
         if max_grad_norm > 0:
             norm = gradients.clip_(max_grad_norm, in_place=given is None)
             if self.early is not None:
-                self.early.note_norm(norm, max_grad_norm, self._usual, whole=True)
-        return gradients, gradients.is_finite() and self._left_are_finite()
+                self.early.note_norm(float(norm), max_grad_norm, self._usual, whole=True)
+        self._unread = gradients
+        return gradients, gradients.may_be_used() and self._left_are_finite()
 
-    def clip_(self, plan: StepPlan, max_norm: float, parameters: Iterable[Tensor] | None) -> float:
+    def clip_(self, plan: StepPlan, max_norm: float, parameters: Iterable[Tensor] | None) -> float | Tensor:
         """Clip the gradients of the coming step that are in no message yet. Returns the norm before."""
         gradients = self._collect(None, ask=self.asks(plan) and self.are_local(plan))
         gradients.reuse(self.measured)
@@ -633,7 +668,7 @@ class Consensus:
             gradients.measured_signature = gradients.signature()
         self.measured = gradients
         if self.early is not None:
-            self.early.note_norm(norm, max_norm, self._usual, whole=whole)
+            self.early.note_norm(float(norm), max_norm, self._usual, whole=whole)
         return norm
 
     def _collect(self, given: Iterable[Any] | None, *, ask: bool) -> StepGradients:
@@ -666,7 +701,8 @@ class Consensus:
         self.noise.add(self._common)
         if self.freed is not None:
             self.freed.end_step()
-        self.measured, self.at_sync, self._overflow = None, None, False
+        self.measured, self.at_sync, self._unread, self._overflow = None, None, None, False
+        self.read = []
         self._common = self._usual = math.nan
 
     def _agree(
@@ -686,13 +722,16 @@ class Consensus:
             digests += self.gradient_digest(gradients.groups) or [0]
         mean = self._measure(gradients, plan, part or gradients, chosen) if sketched else None
         local_step = self.clip == "sketch" and not plan.agree
-        alike = gradients.agree(
+        alike, read = gradients.agree(
             digests,
             overflow=self._overflow,
             part=part,
             mean=mean if gradients.ask else None,
             ratio=self.noise.square_ratio if local_step else None,
+            beside=self.warmup.largest_variances(plan) if self.warmup and gradients.ask else None,
+            later=self._reads_at_sync(plan, part or gradients),
         )
+        self.read = read or self.read
         if mean is not None and gradients.ask:
             self._common, self._usual = mean.common, math.sqrt(mean.mean_square)
             if self.freed is not None and self.freed.is_exact:
@@ -711,6 +750,11 @@ class Consensus:
             self.early.agreed |= gradients.ask
         self.heed_gradients(digests[1:], alike[1:])
 
+    def _reads_at_sync(self, plan: StepPlan, gradients: StepGradients) -> bool:
+        """Return whether the message of a sync, which follows in the step, brings what this rank must know."""
+        here = all(grad.device == self.communicator.device for grad in gradients.present())
+        return plan.is_local_sync and self._gradients_compared and self.early is None and self.freed is None and here
+
     def _measure(
         self, gradients: StepGradients, plan: StepPlan, part: StepGradients, chosen: Sequence[Tensor] | None
     ) -> MeanNorm | None:
@@ -728,18 +772,24 @@ class Consensus:
             part._local_squares = mean.squares
         return mean
 
-    def compare_at_sync(self, written: Tensor, digests: Sequence[int]) -> tuple[bool, list[bool]]:
-        """Compare what must be alike at a sync of 0/1 Adam; measure the noise of gradients clipped before it."""
+    def compare_at_sync(self, written: Tensor, digests: Sequence[int]) -> tuple[bool, bool, list[bool]]:
+        """Compare what must be alike at a sync of 0/1 Adam; measure the noise of gradients clipped before it.
+
+        Returns whether any rank has written, whether this rank's gradients may be used, and what is alike.
+        """
         mean, self.at_sync = self.at_sync, None
+        unread = None if self._unread is None else self._unread.unread
+        beside = torch.zeros_like(written) if unread is None else unread
         if mean is None:
             with self.communicator.traffic.paused():
-                sums, alike = self.communicator.sum_and_compare([written], digests)
+                sums, alike = self.communicator.sum_and_compare([written], digests, beside=beside.view(1))
         else:
             means, sketch = mean.contributions()
-            sums, alike = self.communicator.sum_and_compare([written, *means], digests, mean.dtype, sketch)
-            mean.square(sums[1:])
+            numbers = [written, *means]
+            sums, alike = self.communicator.sum_and_compare(numbers, digests, mean.dtype, sketch, beside.view(1))
+            mean.square(sums[1:-1])
             self._common = mean.common
-        return sums[0] > 0, alike
+        return sums[0] > 0, math.isfinite(sums[-1]), alike
 
     def gradient_digest(self, gradients: Grads | None) -> list[int]:
         """Return a digest of this rank's local gradients the first time, else nothing."""

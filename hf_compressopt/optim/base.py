@@ -453,7 +453,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
         norm = self._consensus.clip_(self._begin_step(), max_norm, parameters)
-        return torch.full((), norm, dtype=torch.float32, device=self.communicator.device)
+        return torch.as_tensor(norm, dtype=torch.float32, device=self.communicator.device)
 
     def skip_step(self) -> None:
         """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""

@@ -275,23 +275,26 @@ class Moments:
             return decode_variance(self.codes[start:stop], self.tops[index])
         return self.exp_avg_sq[start:stop]
 
-    def with_variance(self, *, compact: bool = True) -> list[bool]:
-        """Return for each parameter whether an element has a variance, in the form that steps read, in one fetch."""
-        values = {index: self.stored_variance(index) for index, numel in enumerate(self._layout.numels) if numel}
-        found = [False] * len(self._layout.numels)
-        if not values:
-            return found
+    def largest_variances(self) -> Tensor:
+        """Return the largest variance of each parameter that has elements, or its code, which is the least."""
+        values = [self.stored_variance(index) for index, numel in enumerate(self._layout.numels) if numel]
+        rows = [each.min() if self.codes.numel() else each.max() for each in values]
+        return torch.stack(rows) if rows else self.exp_avg_sq.new_zeros(0)
+
+    def with_variance(self, *, compact: bool = True, largest: Sequence[float] | None = None) -> list[bool]:
+        """Return for each parameter whether an element has a variance, in the form that steps read.
+
+        In one fetch, or none if :meth:`largest_variances` are known.
+        """
+        rows = self.largest_variances().tolist() if largest is None else largest
         if self.codes.numel():
-            largest = torch.stack([codes.min() for codes in values.values()]).tolist()
-            varies = [code != ZERO_CODE for code in largest]
+            varies = [code != ZERO_CODE for code in rows]
+        elif compact:
+            varies = [top_of_variance(torch.tensor([row], dtype=torch.float32, device="cpu")) > NO_TOP for row in rows]
         else:
-            rows = torch.stack([variances.max() for variances in values.values()]).cpu()
-            varies = (rows != 0).tolist()
-            if compact:
-                varies = [top_of_variance(row) > NO_TOP for row in torch.split(rows, 1)]
-        for index, each in zip(values, varies, strict=True):
-            found[index] = each
-        return found
+            varies = [row != 0 for row in rows]
+        found = iter(varies)
+        return [numel > 0 and next(found) for numel in self._layout.numels]
 
 
 class ParameterState(dict[str, Any]):
@@ -533,9 +536,9 @@ class GroupState:
         """Return the extra state tensors that belong to no parameter."""
         return {extra.name: self.extra[extra.name] for extra in self.extras if extra.per == "group"}
 
-    def find_still(self) -> None:
+    def find_still(self, largest: Sequence[float] | None = None) -> None:
         """Find the parameters that do not move after the warmup stage, since none of their elements has a variance."""
-        varies = self.moments.with_variance(compact=self.compact)
+        varies = self.moments.with_variance(compact=self.compact, largest=largest)
         self.still = [
             self.compressed and numel > 0 and not each for numel, each in zip(self.layout.numels, varies, strict=True)
         ]

@@ -62,7 +62,8 @@ class Backward:
     def __init__(self, last: LastNorm | None, loss_scale: float, world_size: int) -> None:
         """Begin with no gradient. Without ``last`` gradients are not clipped."""
         self.loss_scale = loss_scale
-        self._last, self._squares = last, list[float]()
+        self._last, self._squares = last, list[Tensor]()
+        self._total: Tensor | None = None
         # the ranks' own norms are at most so much larger than that of the mean if they are alike
         self._usual = 0.0 if last is None else last.usual
         if last is not None and not math.isfinite(last.usual):
@@ -70,19 +71,32 @@ class Backward:
 
     @property
     def square(self) -> float:
-        """The sum of squares of sent gradients, without loss scale, if they are clipped; in any order."""
-        return math.fsum(self._squares)
+        """The sum of squares of sent gradients, without loss scale, if they are clipped; in any order, in one fetch."""
+        return math.fsum(torch.stack(self._squares).tolist()) if self._squares else 0.0
 
-    def coefficient(self, segments: Sequence[Segment], device: torch.device) -> float:
-        """Return the clip coefficient of gradients that are sent now; they carry the loss scale."""
+    def coefficient(self) -> float:
+        """Return the clip coefficient of gradients that grow by less than twice."""
+        return 1.0 if self._last is None else min(1.0, self._last.max_norm / (self._last.norm + 1e-6))
+
+    def shrink(self, segments: Sequence[Segment], device: torch.device) -> Sequence[Segment]:
+        """Return gradients that are sent now, which carry the loss scale, times what growth takes off the coefficient.
+
+        Nothing is fetched from the device: where they have not grown, the factor is 1.
+        """
         if self._last is None:
-            return 1.0
+            return segments
         parts = [segment.part for segment in segments if segment.tensor is not None]
-        self._squares.append(float(sum_of_squares(parts, device)) / self.loss_scale**2)
-        own, norm = math.sqrt(sum(self._squares)), self._last.norm
-        if own > GROWTH * self._usual:
-            norm = norm * own / self._usual if self._usual > 0 else own
-        return min(1.0, self._last.max_norm / (norm + 1e-6))
+        self._squares.append(sum_of_squares(parts, device) / self.loss_scale**2)
+        self._total = self._squares[-1] + (0.0 if self._total is None else self._total.to(device))
+        own, known = self._total.sqrt(), self._last.norm
+        norm = known * own / self._usual if self._usual > 0 else own
+        coefficient = torch.clamp(self._last.max_norm / (norm + 1e-6), max=1.0)
+        factor = torch.where(own > GROWTH * self._usual, coefficient / self.coefficient(), 1.0).float()
+        smaller = iter(torch._foreach_mul(parts, factor) if parts else ())
+        return [
+            segment if segment.tensor is None else replace(segment, tensor=next(smaller), start=0)
+            for segment in segments
+        ]
 
 
 @dataclass(frozen=True)
@@ -123,8 +137,8 @@ class SignBucket(GradientBucket):
         messages, state, ranks = run[0].messages, run[0].state, run[0].communicator
         zs, old, new = [], [bucket.feedback for bucket in run], [bucket.feedback.like() for bucket in run]
         for bucket in run:
-            segments, mine = bucket.segments(grads), [grads.get(param) for param in bucket.params]
-            zs.append(messages.message(bucket.state, bucket.bucket, mine, segments))
+            mine = [grads.get(param) for param in bucket.params]
+            zs.append(messages.message(bucket.state, bucket.bucket, mine))
             messages.keep(bucket.key, None)
         averages = yield from all_reduce(zs, old, state.form, ranks, new)
 
@@ -250,11 +264,11 @@ class EarlyMessages:
         self.backward = Backward(self._last_norm(), self._assumed_scale, self._communicator.world_size)
         return self.backward
 
-    def message(self, state: GroupState, bucket: Bucket, grads: Grads, segments: Sequence[Segment]) -> Combination:
-        """Return what is sent of a bucket, (1): of gradients with the loss scale, as they are and as segments."""
-        coefficient = self.backward.coefficient(segments, state.device)
+    def message(self, state: GroupState, bucket: Bucket, grads: Grads) -> Combination:
+        """Return what is sent of a bucket, (1): of gradients with the loss scale."""
         z = self._prepare(self._plan, state, bucket, grads)
-        return replace(z, beta=z.beta * coefficient / self.backward.loss_scale)
+        beta = z.beta * self.backward.coefficient() / self.backward.loss_scale
+        return replace(z, beta=beta, grads=self.backward.shrink(z.grads or (), state.device))
 
     def keep(self, key: Key, early: Early | None) -> None:
         """Record a sent message (None) or its result, unless the message has been dropped."""

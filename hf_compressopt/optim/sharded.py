@@ -472,7 +472,7 @@ class FreedGradients:
         else:
             if self._sent.sketch is not None:
                 self._add_to_sketch(index, state, bucket, segments)
-            z, new = self._early.message(state, bucket, grads, segments), old.like()
+            z, new = self._early.message(state, bucket, grads), old.like()
             self._early.keep(row.key, None)
             average = all_reduce([z], [old], state.form, state.communicator, [new])
             self._sent.tasks.add(self._keep_average(row.key, average, new))

@@ -109,21 +109,31 @@ class WarmupGradients:
         return found
 
     @contextmanager
-    def signs(self, plan: StepPlan, states: Sequence[GroupState], variance_floor: float) -> Iterator[None]:
+    def signs(self, plan: StepPlan, variance_floor: float, read: Sequence[float]) -> Iterator[None]:
         """Inside, a step takes signs as its gradients, and may be between steps whose gradients were integers.
 
         Integers round small gradients to 0, and a sign would move an element without a variance without bound. So the
         variance floor applies before the step, and a parameter without variance does not move.
+        ``read``: :meth:`largest_variances` of this step, if they are known.
         """
-        integers = self.bits in INTEGER_BITS and self.ever_in_use and plan.stage is Stage.VARIANCE
-        guarded = [state for state in states if integers and state.own_rank is None]
+        guarded, largest = self._guarded(plan), iter(read)
         for state in guarded:
             for index in range(len(state.params)):
                 floor_variance_(state.view(state.exp_avg_sq, index), variance_floor)
-            state.find_still()
+            state.find_still([next(largest) for numel in state.layout.numels if numel] if read else None)
         yield
         for state in guarded:
             state.still = [False] * len(state.params)
+
+    def _guarded(self, plan: StepPlan) -> list[GroupState]:
+        integers = self.bits in INTEGER_BITS and self.ever_in_use and plan.stage is Stage.VARIANCE
+        signs = integers and plan.synchronize and not plan.update_variance
+        return [state for state in self._states if signs and state.compressed and state.own_rank is None]
+
+    def largest_variances(self, plan: StepPlan) -> Tensor | None:
+        """Return what :meth:`signs` must know, [parameters], None if nothing; not fetched from the device."""
+        found = [state.moments.largest_variances() for state in self._guarded(plan)]
+        return torch.cat([each.to(self._communicator.device, torch.float64) for each in found]) if found else None
 
     def note_loss_scale(self, scale: float) -> None:
         """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it.

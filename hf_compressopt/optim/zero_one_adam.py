@@ -295,6 +295,7 @@ class ZeroOneAdam(CompressedOptimizer):
             "local_step_clipper": local_step_clipper,
         }
         super().__init__(params, lr, **options)
+        self._consensus.warmup = self.warmup_gradients
         self._interval = LocalInterval(self._states, self.traffic)
         self._divisors: dict[int, Tensor] = {}  # of the step under way, by param group
         self._since_sync: dict[int, tuple[float, float]] | None = None  # the state's lr_sum and decay; None: not known
@@ -352,7 +353,7 @@ class ZeroOneAdam(CompressedOptimizer):
             self._descents[state.number] = replace(state.descent(), decay=decay, bound=bound)
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
-        with self.warmup_gradients.signs(plan, states, self.variance_floor):
+        with self.warmup_gradients.signs(plan, self.variance_floor, self._consensus.read):
             super()._compressed_step(plan, states, gradients)
 
     def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
@@ -372,13 +373,15 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _local_steps(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         self._interval.begin_step()
+        written, usable = self._parameters_were_written(gradients) if plan.synchronize else (False, True)
+        gradients = gradients if usable else None
         if gradients is None:
             message = "step %d: a gradient of rank %d is not finite; the rank steps with its momentum"
             write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)
         for state in states:
             self._local_step(state, None if gradients is None else gradients[state.number])
         if plan.synchronize:
-            self._sync(plan, states, gradients)
+            self._sync(plan, states, written)
         self._interval.expect()
 
     def _local_step(self, state: GroupState, grads: Sequence[Tensor | None] | None) -> None:
@@ -396,9 +399,8 @@ class ZeroOneAdam(CompressedOptimizer):
         state.extra["decay"] *= how.decay
         state.steps += 1
 
-    def _sync(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
+    def _sync(self, plan: StepPlan, states: Sequence[GroupState], written: bool) -> None:
         """Take (6) and (7), or plain averages if someone else has written parameters since the last sync."""
-        written = self._parameters_were_written(gradients)
         self._interval.average_frozen()
         if written:
             self._since_sync = None
@@ -416,8 +418,11 @@ class ZeroOneAdam(CompressedOptimizer):
             self._since_sync = numbers_since_sync(self._states)
         return self._since_sync
 
-    def _parameters_were_written(self, gradients: Grads | None) -> bool:
-        """Return whether someone has written parameters on any rank; compare what must be alike. All ranks call."""
+    def _parameters_were_written(self, gradients: Grads | None) -> tuple[bool, bool]:
+        """Return whether someone has written parameters on any rank, and whether this rank's gradients are finite.
+
+        Compares what must be alike. All ranks call.
+        """
         states = [state for state in self._states if state.compressed and state.own_rank is None]
         so_far = [self._numbers()[state.number] for state in states]
         frozen = [[not param.requires_grad for param in state.params] for state in states]
@@ -425,13 +430,13 @@ class ZeroOneAdam(CompressedOptimizer):
         # one in every message that is counted: a resumed run, which compares once more, sends the same bytes
         digests += self._consensus.gradient_digest(gradients) or [0]
         written = self._interval.written(self.communicator.device)
-        anywhere, alike = self._consensus.compare_at_sync(written, digests)
+        anywhere, usable, alike = self._consensus.compare_at_sync(written, digests)
         if not alike[0]:
             self._consensus.comparison.require_same_hyperparameters()
             what = "their learning rates since the last sync, or in frozen parameters"
             self.communicator.require_equal(what, [so_far, frozen])
         self._consensus.heed_gradients(digests[1:], alike[1:])
-        return anywhere
+        return anywhere, usable
 
     # -- one set of parameters ----------------------------------------------------------------------------------------
 

@@ -79,6 +79,11 @@ RESUMED = {
     "onebit_adam_compact_switching_2": Kind("OnebitAdam", COMPACT, 2, 2),
     "onebit_adam_compact_3": Kind("OnebitAdam", COMPACT, 3, 4),
     "onebit_adam_compact_warmup_3": Kind("OnebitAdam", COMPACT, 3, 1),
+    "onebit_lamb_warmup_1": Kind("OnebitLamb", ONEBIT, 1, 1),
+    "onebit_lamb_switching_3": Kind("OnebitLamb", ONEBIT, 3, 2),
+    "onebit_lamb_compressed_3": Kind("OnebitLamb", ONEBIT, 3, 5),
+    "zero_one_adam_switching_1": Kind("ZeroOneAdam", ZERO_ONE, 1, 3),
+    "zero_one_adam_local_3": Kind("ZeroOneAdam", ZERO_ONE, 3, 8),
     "zero2_adamw_3": Kind("AdamW", {"stage": 2, "reduce_bucket_size": 500}, 3, 3),
     "zero1_lion_3": Kind("Lion", {"stage": 1}, 3, 3),
     "zero2_lamb_3": Kind("Lamb", {"stage": 2, "reduce_bucket_size": 700, "round_robin_gradients": True}, 3, 3),
@@ -90,6 +95,11 @@ RESUMED = {
     "zero1_int8_3": Kind("AdamW", {"stage": 1, "grad_compression": "int8"}, 3, 3),
     "zero2_lamb_int8_3": Kind("Lamb", {"stage": 2, "param_compression": "int8"}, 3, 3, torch.float16),
     "zero2_nodes_4": Kind("AdamW", {"stage": 2, **INT4, "node_size": 2, "reduce_bucket_size": 600}, 4, 3),
+}
+#: Schedules that a loaded state replaces.
+OTHER_SCHEDULES: dict[str, dict[str, Any]] = {
+    "OnebitLamb": {"freeze_step": 7},
+    "ZeroOneAdam": {"var_freeze_step": 9, "local_step_clipper": 2},
 }
 RESUMED = {name: kind._replace(shapes=LARGE) for name, kind in RESUMED.items()}
 

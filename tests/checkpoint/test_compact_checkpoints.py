@@ -80,9 +80,6 @@ def check_loaded(saved_by: int, saved: list[Any], loaded_by: int, loaded: list[A
                 assert (worker - mean).abs().max() <= mean.abs().max() / 253
 
 
-# -- bytes ------------------------------------------------------------------------------------------------------------
-
-
 def held(optimizer: Any) -> list[Tensor]:
     """The tensors of a compact state, as they lie in memory."""
     found = []
@@ -137,8 +134,6 @@ def test_files_hold_what_memory_holds(world_size: int, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_param_groups_with_a_process_group_of_their_own(rank: int, world_size: int, tmp_path: Path) -> None:
-    """A param group with a process group of its own that has several ranks."""
-
     def new(state: str, stop: int) -> tuple[list[nn.Parameter], Any]:
         torch.manual_seed(rank)
         params = [nn.Parameter(torch.randn(40)), nn.Parameter(torch.randn(7))]
@@ -170,9 +165,6 @@ def test_param_groups_with_a_process_group_of_their_own(rank: int, world_size: i
     assert all(torch.equal(p, q) for p, q in zip(params, other_params, strict=True))
     with pytest.raises(CheckpointError, match="process_group of its own"):
         hf_compressopt.load_state(torch.optim.AdamW(params), tmp_path)
-
-
-# -- damage -----------------------------------------------------------------------------------------------------------
 
 
 def entry(name: str, **values: Any) -> Callable[[Path], None]:

@@ -232,7 +232,6 @@ def test_malformed_files_are_refused_clearly(
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["onebit_adam_compressed_1", "adamw_1"])
 def test_no_bit_of_an_index_can_flip_unseen(name: str, kinds: Path, tmp_path: Path, optimizers: Any) -> None:
-    """Each bit, alone: a read finds it, a load changes nothing, and inspect --verify calls none of them whole."""
     folder = shutil.copytree(kinds / name, tmp_path / name)
     data = bytearray((folder / INDEX).read_bytes())
     params, optimizer, before = optimizers(name)

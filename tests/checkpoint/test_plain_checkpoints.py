@@ -87,10 +87,7 @@ def test_what_a_plain_optimizer_cannot_be_is_refused_and_changes_nothing(tmp_pat
     train(params, optimizer, range(2))
     before = [value.clone() for p in params for value in optimizer.state.get(p, {}).values()]
     halves = [("p", nn.Parameter(torch.ones(4, dtype=torch.bfloat16)))]
-    for folder, other in (
-        ("onebit", OnebitAdam([nn.Parameter(torch.ones(3))])),
-        ("sgd", make("SGD", zero=True)[1]),
-    ):
+    for folder, other in (("onebit", OnebitAdam([nn.Parameter(torch.ones(3))])), ("sgd", make("SGD", zero=True)[1])):
         save_state(other, tmp_path / folder)
         with pytest.raises(CheckpointError, match="compressopt.index.json does not fit"):
             load_state(optimizer, tmp_path / folder)

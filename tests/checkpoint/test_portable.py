@@ -257,7 +257,6 @@ def moments(optimizer: Any, params: list[nn.Parameter]) -> list[Tensor]:
 @pytest.mark.invariant(2)
 @pytest.mark.parametrize("case", CASES)
 def test_load_state_gives_adamw_and_its_like_what_consolidate_writes(case: str, saved: Saved, tmp_path: Path) -> None:
-    """With no file in between; ZeRO may take the checkpoint of a compressed optimizer, and so on."""
     folder, ranks = saved
     command("consolidate", folder / case, tmp_path / "adam.pt")
     wanted_params, wanted = fresh_adamw(tmp_path / "adam.pt", ranks[0][case][0])

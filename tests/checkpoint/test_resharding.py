@@ -79,7 +79,6 @@ def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any
 
 
 def whole(optimizer: Any, params: list[nn.Parameter]) -> list[Tensor]:
-    """One set of parameters, as a saved model has it."""
     if hasattr(optimizer, "averaged_parameters"):
         with optimizer.averaged_parameters():
             return [p.detach().clone() for p in params]
@@ -395,13 +394,9 @@ def load_found(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_the_stage_is_that_of_the_checkpoints_schedule(tmp_path: Path) -> None:
-    """A variance stage that ended earlier than this optimizer's options would have it."""
     run_ranks(2, save_found, str(tmp_path / "found"))
     for world_size in (2, 3):
         run_ranks(world_size, load_found, str(tmp_path / "found"))
-
-
-# -- memory: a rank grows by the share that it reads, and little more -------------------------------------------------
 
 
 SIDE, COUNT = 1024, 30  # 30 parameters of 4 MiB: with Adam's two moments a checkpoint of 240 MiB

@@ -249,8 +249,6 @@ def test_a_save_follows_no_link(tmp_path: Path) -> None:
 
 
 def test_a_shard_follows_no_link(tmp_path: Path) -> None:
-    """A link takes the place of a shard that is begun."""
-
     def link_and_write(write: Any, snapshot: Any, quiet: bool) -> Any:
         shard = saving.begun(snapshot.shard_file(0))
         shard.unlink()
@@ -275,9 +273,6 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="two tensors of the state are called 'exp_avg/rank0/w': give other names"):
         save_state(optimizer, tmp_path)
     save_state(optimizer, tmp_path, names=["v", "w"])
-
-
-# -- machines without a shared file system: each has an index and what its ranks need ---------------------------------
 
 
 STEPS = 8

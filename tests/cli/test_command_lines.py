@@ -217,7 +217,6 @@ def check_random_lines(seed: int, count: int, folder: Path, capsys: pytest.Captu
 
 
 def check_numbers(value: Any, words: list[str]) -> None:
-    """Every number of an answer is finite and not negative."""
     if isinstance(value, dict):
         for inner in value.values():
             check_numbers(inner, words)

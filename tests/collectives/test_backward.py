@@ -42,7 +42,6 @@ def make_optimizers(blocks: nn.ModuleList) -> list[Any]:
 )
 @on_ranks()
 def test_several_senders_and_graphs_of_any_order(rank: int, world_size: int, seed: int) -> None:
-    """Nobody waits for ever, and all ranks end with the same parameters."""
     torch.manual_seed(seed)
     blocks = nn.ModuleList(Block() for _ in range(3))
     optimizers = make_optimizers(blocks)

@@ -1,6 +1,8 @@
 """Transports by name: what the process group has, what registered itself, and clear words for what is not there."""
 
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,3 +204,21 @@ def test_messages_are_where_the_model_is_now(rank: int, world_size: int) -> None
     own(torch.ones(1, 5)).sum().backward()
     zero.step()
     assert [ranks.device.type for ranks in zero.partition.communicators()] == ["cpu", "cpu"]
+
+
+@pytest.fixture
+def bound(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    world = dist.distributed_c10d._get_default_group()
+    world.bound_device_id = torch.device("cuda", 0)
+    yield world
+    dist.destroy_process_group()
+
+
+def test_a_part_is_not_split_off(bound: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_get_split_source", lambda _: pytest.fail("torch splits the default group")
+    )
+    part = TorchCommunicator(device=torch.device("cpu")).part([0])
+    assert part.world_size == 1
+    assert bound.bound_device_id == torch.device("cuda", 0)

@@ -62,7 +62,6 @@ def test_nodes_are_found_from_hosts_and_the_launcher() -> None:
 
 
 def in_levels(node_size: int, node_bits: int = 32) -> TorchCommunicator:
-    """Two levels, on one machine."""
     ranks = TorchCommunicator()
     place = Topology(ranks.world_size, ranks.rank, node_size)
     node = ranks.part([rank for rank in range(ranks.world_size) if rank // node_size == place.node])

@@ -1,10 +1,14 @@
 """The README files and docs/: commands and options that exist, examples that run, links that lead somewhere."""
 
+import inspect
+import json
 import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import reduce
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,8 +45,7 @@ def changed(document: Path) -> list[str]:
 
 
 def commands(document: Path) -> Iterator[list[str]]:
-    """The words of each command: in bash blocks, expanded by bash (a block sees what an earlier one has set), in diffs,
-    and in the text."""
+    """The words of each command: in bash blocks, expanded by bash, in diffs, and in the text."""
     for text in re.findall(r"`(python scripts/[^`]*)`", document.read_text()):
         yield text.split()
     script = PRELUDE + "\n".join(blocks(document, "bash"))
@@ -74,7 +77,8 @@ def test_the_index_of_the_documentation_lists_every_page() -> None:
     pages = [str(page.relative_to(REPO_ROOT / "docs")) for page in DOCS]
     assert [page for page in pages if page != "README.md" and f"]({page})" not in index] == []
     site = (REPO_ROOT / "mkdocs.yml").read_text()
-    assert [page for page in pages if f": docs/{page}\n" not in site] == []
+    shown = [f"docs/{page}" for page in pages] + [str(page.relative_to(REPO_ROOT)) for page in RECIPES]
+    assert [page for page in shown if f": {page}\n" not in site] == []
 
 
 def test_the_readme_is_a_landing_page() -> None:
@@ -213,3 +217,68 @@ def test_the_versions_in_the_documentation_are_those_that_test_compat_installs()
 
 def test_the_readme_lists_every_recipe() -> None:
     assert all(f"](recipes/{recipe.parent.name}/README.md)" in README.read_text() for recipe in RECIPES)
+
+
+PAGE = REPO_ROOT / "docs" / "dev" / "architecture.md"
+PACKAGE = REPO_ROOT / "hf_compressopt"
+# `optim/base.py:CompressedOptimizer.step`, `optim/base.py`, `zero/`; relative to the package
+NAME = re.compile(r"`((?:\w+/)*(?:\w+\.py)?)(?::([\w.]+))?`")
+
+
+def names() -> list[tuple[str, str]]:
+    return [(path, name) for path, name in NAME.findall(PAGE.read_text()) if path]
+
+
+def find(path: str, name: str) -> Any:
+    module = import_module(".".join(["hf_compressopt", *Path(path).with_suffix("").parts]))
+    return reduce(getattr, name.split("."), module)
+
+
+def test_files_and_folders_exist() -> None:
+    assert [path for path, _ in names() if not (PACKAGE / path).exists()] == []
+
+
+def test_functions_exist_in_the_files_that_the_page_names() -> None:
+    walks = [(path, name) for path, name in names() if name]
+    for path, name in walks:
+        found = inspect.unwrap(getattr(find(path, name), "fget", None) or find(path, name))
+        assert Path(inspect.getsourcefile(found) or "").resolve() == (PACKAGE / path).resolve(), (path, name)
+
+
+def test_every_invariant_has_a_test_and_every_test_an_invariant() -> None:
+    page = (REPO_ROOT / "docs" / "dev" / "invariants.md").read_text()
+    listed = [int(number) for number in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)]
+    assert listed == list(range(1, len(listed) + 1)) and len(listed) > 30
+    marks = (
+        re.findall(r"mark\.invariant\(([\d, ]+)\)", path.read_text()) for path in (REPO_ROOT / "tests").rglob("*.py")
+    )
+    held = {int(number) for found in marks for group in found for number in group.split(",")}
+    assert held == set(listed)
+
+
+NOTEBOOK = REPO_ROOT / "recipes" / "first_run.ipynb"
+
+
+def cells(kind: str) -> list[str]:
+    return ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def test_the_links_of_the_notebook_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]*)", "".join(cells("markdown")))
+    assert links and all((NOTEBOOK.parent / link).exists() for link in links)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for number, source in enumerate(cells("code")):
+        exec(compile(source, f"cell {number}", "exec"), names)
+    adamw, int4, onebit = names["runs"].values()
+    assert [entry["step"] for entry in adamw] == [10, 20, 30, 40]
+    assert [entry["compressopt/stage"] for entry in onebit] == [0, 0, 1, 1]
+    first, last = (onebit[number]["compressopt/bytes_sent_step"] for number in (0, -1))
+    assert int4[0]["compressopt/bytes_sent_step"] == pytest.approx(first, rel=0.03) and last < first / 3
+    assert all(abs(mine["loss"] / theirs["loss"] - 1) < 0.1 for mine, theirs in zip(int4, adamw, strict=True))
+    assert "OnebitAdam" in names["inspected"]

@@ -141,7 +141,7 @@ def test_numbers_in_sentences_are_those_of_the_results(page: str, words: str) ->
 SETTINGS = (
     r"0/1 Adam|ZeRO-1/2|GPT-2|seq2seq|float32|AVX-512|FSDP[12]|Apache-2\.0|Python 3\.10|zero_stage=2|"
     r"\d+-bit|int[48]|[\d.]+ (to \d+ )?[GM]bit/s"
-    r"|\b[\d,]+ (steps|ranks|seeds|GPUs|machines|CPU|idle|million)|2, 4 and 8 ranks|0\.6 s|About \d minutes"
+    r"|\b[\d,]+ (steps|ranks|seeds|GPUs|machines|CPU|idle|million|parameters)|2, 4 and 8 ranks|0\.6 s|About \d minutes"
 )
 
 

@@ -48,7 +48,6 @@ def checkpoints(draw: st.DrawFn) -> tuple[CheckpointIndex, Contents, dict[str, b
 
 
 def carry_out(plan: Plan, contents: Contents) -> list[bytes]:
-    """The values that each source of a plan reads."""
     results = []
     for reads in plan.sources:
         out: list[int | None] = [None] * plan.nbytes

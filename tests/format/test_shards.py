@@ -155,9 +155,6 @@ def test_more_shards_than_a_process_may_open_files_are_read(tmp_path: Path) -> N
         assert found["exp_avg"].tolist() == found["exp_avg_sq"].tolist() == list(range(ranks))
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
 def data_of(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -300,9 +297,6 @@ def test_a_file_under_way_has_a_name_of_its_own_and_the_old_one_stays(suffix: st
     assert (tmp_path / "model.tmp").read_text() == "the user's"
     assert {path.name for path in tmp_path.iterdir()} == {"model.tmp", path.name}
     assert (torch.load if suffix == ".pt" else load_file)(path)["a"] == 7
-
-
-# -- progress, which a terminal alone shows ---------------------------------------------------------------------------
 
 
 def save_and_load(stderr: str, folder: str, big: int) -> None:

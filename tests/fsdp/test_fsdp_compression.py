@@ -5,6 +5,7 @@ and averaged between replicas by the float32 simulation of the messages.
 """
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_compressopt import FSDPCompression, compress_fsdp, load_state, save_state
 from tests.oracles.simulation_integers import Simulation
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.logs import log_lines
 
 BUCKET = 300  # elements, so that buckets cut units
@@ -51,9 +54,6 @@ def make(seed: int = 0) -> Net:
 
 
 def sharded(net: Net, how: str, **options: Any) -> tuple[Net, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     replicas = torch.distributed.get_world_size() // SHARDS
     mesh = init_device_mesh("cpu", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
     part = mesh if how == "hsdp" else mesh["shard"]
@@ -68,8 +68,6 @@ def data(rank: int, step: int, part: int = 0) -> torch.Tensor:
 
 def uses(step: int) -> bool:
     """True if a step uses all layers; always if this torch's FSDP2 cannot reduce a parameter without a gradient."""
-    from torch.distributed.fsdp import FSDPModule
-
     return step % 2 == 0 or not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
@@ -110,12 +108,12 @@ def train_all(rank: int, world_size: int, rows: list[tuple[Any, ...]]) -> list[d
     return [train(rank, *row) for row in rows]
 
 
-def cut(grad: np.ndarray, shard: int) -> np.ndarray:
-    """A shard of a tensor, padded as FSDP2 pads it."""
-    rows = -(-grad.shape[0] // SHARDS)
-    padded = np.zeros((rows * SHARDS, *grad.shape[1:]), grad.dtype)
-    padded[: grad.shape[0]] = grad
-    return padded[shard * rows : (shard + 1) * rows]
+def cut(whole: np.ndarray, rank: int, ranks: int = SHARDS) -> np.ndarray:
+    """A rank's rows of a tensor, padded as FSDP2 pads them."""
+    rows = -(-whole.shape[0] // ranks)
+    padded = np.zeros((rows * ranks, *whole.shape[1:]), whole.dtype)
+    padded[: whole.shape[0]] = whole
+    return padded[rank * rows : (rank + 1) * rows]
 
 
 def simulated(
@@ -157,14 +155,13 @@ def simulated(
     return history, net, simulations
 
 
-def shard_of(whole: np.ndarray, shard: int) -> np.ndarray:
-    rows = -(-whole.shape[0] // SHARDS)
-    return whole[shard * rows : (shard + 1) * rows]
+def shard_of(whole: np.ndarray, rank: int, ranks: int = SHARDS) -> np.ndarray:
+    rows = -(-whole.shape[0] // ranks)
+    return whole[rank * rows : (rank + 1) * rows]
 
 
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_equals_replicas_of_two_shards_in_bits(replicas: int) -> None:
-    """Gradients, weights and errors; on a 1-D mesh and in the place of HSDP's all-reduce; accumulated reduced."""
     rows = [(*run, accumulate) for run, accumulate in zip(RUNS, ("", "", "reduced"), strict=True)]
     ranks = run_ranks(replicas * SHARDS, train_all, rows)
     for number, (_, state, bits, accumulate) in enumerate(rows):
@@ -198,57 +195,60 @@ def errors_of(compression: FSDPCompression) -> dict[str, Any]:
     return {f"{key}{i}": e.numpy() for key in ("worker_errors", "server_errors") for i, e in enumerate(state[key])}
 
 
-def resume(rank: int) -> bool:
-    """Compare a run that resumes from its state dicts with one that never stopped."""
-    net, mesh = sharded(make(), "shard")
-    compression, optimizer = compress_fsdp(net, mesh, bucket_cap_mb=CAP), optimizer_of(net)
-    again, mesh = sharded(make(seed=7), "shard")
-    resumed, other = compress_fsdp(again, mesh, bucket_cap_mb=CAP), optimizer_of(again)
+def started(seed: int = 0) -> tuple[Any, FSDPCompression, Any]:
+    net, mesh = sharded(make(seed), "shard")
+    return net, compress_fsdp(net, mesh, bucket_cap_mb=CAP), optimizer_of(net)
+
+
+def clipped_step(net: Any, optimizer: torch.optim.Optimizer, rank: int, step: int, accumulate: str) -> None:
+    optimizer.zero_grad()
+    take_step(net, rank, step, accumulate)
+    assert float(nn.utils.clip_grad_norm_(net.parameters(), 0.01).full_tensor()) > 0.01
+    optimizer.step()
+
+
+def check_resume(rank: int, started: Callable[..., tuple[Any, FSDPCompression, Any]], folder: str = "") -> None:
+    """Compare a run that resumes, from files or state dicts, with one that goes on; gradients are clipped."""
+    net, compression, optimizer = started()
+    again, resumed, other = started(seed=7)
     for step in range(4):
         if step == 2:
             with torch.no_grad():
                 for p, q in zip(net.parameters(), again.parameters(), strict=True):
                     q.to_local().copy_(p.to_local())
             other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            resumed.load_state_dict(compression.state_dict())
-        for model, optim in ((net, optimizer), (again, other)) if step >= 2 else ((net, optimizer),):
-            take_step(model, rank, step, "unreduced" if step == 3 else "")
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            assert float(norm.full_tensor()) > 0.01
-            optim.step()
-            optim.zero_grad()
-    equal = same(local(net, "weights"), local(again, "weights")) and same(errors_of(compression), errors_of(resumed))
-    return equal and resumed.steps == compression.steps == 4
+            if folder:
+                save_state(compression, folder)
+                load_state(resumed, folder)
+            else:
+                resumed.load_state_dict(compression.state_dict())
+        clipped_step(net, optimizer, rank, step, "unreduced" if step == 3 else "")
+        if step >= 2:
+            clipped_step(again, other, rank, step, "unreduced" if step == 3 else "")
+    assert same(local(net, "weights"), local(again, "weights")) and same(errors_of(compression), errors_of(resumed))
+    assert resumed.steps == compression.steps == 4
 
 
-def not_finite(rank: int) -> dict[str, Any]:
+def check_not_finite(rank: int, started: Callable[..., tuple[Any, FSDPCompression, Any]]) -> None:
     """One rank has a gradient that is not finite, in one step: nobody's errors change in it."""
-    net, mesh = sharded(make(), "shard")
-    compression = compress_fsdp(net, mesh, bucket_cap_mb=CAP)
+    net, compression, _ = started()
     take_step(net, rank, 0, "")
     before = errors_of(compression)
     net.zero_grad()
     hook = net.last.register_forward_hook(lambda *rest: rest[-1] * (float("inf") if rank == 3 else 1.0))
     take_step(net, rank, 1, "")
-    finite = all(np.isfinite(g).all() for g in local(net).values())
-    unchanged, skipped = same(before, errors_of(compression)), compression.skipped_steps
+    assert not all(np.isfinite(g).all() for g in local(net).values())
+    norm = nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
+    assert not norm.full_tensor().isfinite()
+    assert same(before, errors_of(compression)) and compression.skipped_steps == 1
     hook.remove()
     net.zero_grad()
     take_step(net, rank, 2, "")
-    well = all(np.isfinite(g).all() for g in local(net).values())
-    return {
-        "finite": finite,
-        "unchanged": unchanged,
-        "skipped": skipped,
-        "well": well,
-        "changed": not same(before, errors_of(compression)),
-    }
+    assert all(np.isfinite(g).all() for g in local(net).values()) and not same(before, errors_of(compression))
 
 
-def low_precision(rank: int) -> dict[str, Any]:
+def low_precision(rank: int, world_size: int) -> dict[str, Any]:
     """bfloat16 as FSDP2's mixed precision has it; a loss scale is no part of the errors."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     found = []
     for scale in (1.0, 1024.0):
@@ -264,18 +264,14 @@ def low_precision(rank: int) -> dict[str, Any]:
     return grads
 
 
-def losses(rank: int, how: str) -> tuple[list[float], float]:
+def losses(rank: int, world_size: int, how: str) -> tuple[list[float], float]:
     """Training on one batch per rank; "alone" is FSDP2's own all-reduce."""
     net = nn.Sequential(nn.Linear(13, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
     torch.manual_seed(3)
     for layer in net:
         if isinstance(layer, nn.Linear):
             layer.reset_parameters()
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    replicas = torch.distributed.get_world_size() // SHARDS
-    mesh = init_device_mesh("cpu", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (world_size // SHARDS, SHARDS), mesh_dim_names=("replicate", "shard"))
     fully_shard(net[2], mesh=mesh)
     fully_shard(net, mesh=mesh)
     compression = None if how == "alone" else compress_fsdp(net, mesh, how)
@@ -293,61 +289,39 @@ def losses(rank: int, how: str) -> tuple[list[float], float]:
     return found, 0.0 if compression is None else compression.metrics()["compression_ratio"]
 
 
-def all_checks(rank: int, world_size: int) -> dict[str, Any]:
-    return {
-        "resume": resume(rank),
-        "not_finite": not_finite(rank),
-        "low": low_precision(rank),
-        "losses": {how: losses(rank, how) for how in ("alone", "int4")},
-    }
+@on_ranks(4)
+def test_a_run_resumes_bit_for_bit(rank: int, world_size: int) -> None:
+    check_resume(rank, started)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(4, all_checks, timeout=120)
+@on_ranks(4)
+def test_errors_stay_if_a_gradient_is_not_finite(rank: int, world_size: int) -> None:
+    check_not_finite(rank, started)
 
 
-def test_a_run_resumes_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
-    assert all(found["resume"] for found in ranks)
+def test_replicas_are_alike_in_bits_in_low_precision() -> None:
+    ranks = run_ranks(4, low_precision)
+    assert all(same(ranks[shard], ranks[SHARDS + shard]) for shard in range(SHARDS))
 
 
-def test_errors_stay_if_a_gradient_is_not_finite(ranks: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(ranks):
-        got = found["not_finite"]
-        assert got == {"finite": False, "unchanged": True, "skipped": 1, "well": True, "changed": True}, rank
-
-
-def test_replicas_are_alike_in_bits_in_low_precision(ranks: list[dict[str, Any]]) -> None:
-    for shard in range(SHARDS):
-        assert same(ranks[shard]["low"], ranks[SHARDS + shard]["low"])
-
-
-def test_bytes_and_loss(ranks: list[dict[str, Any]]) -> None:
+def test_bytes_and_loss() -> None:
     """At least 7.5 times fewer bytes between replicas than a ring of float32 values, and the loss of FSDP2 alone."""
-    alone, (losses, ratio) = ranks[0]["losses"]["alone"][0], ranks[0]["losses"]["int4"]
-    assert ratio >= 7.5
-    assert alone[-1] < 0.8 * alone[0]
-    assert np.mean(losses[-8:]) == pytest.approx(np.mean(alone[-8:]), rel=0.005)
+    (alone, _), (compressed, ratio) = (run_ranks(4, losses, how)[0] for how in ("alone", "int4"))
+    assert ratio >= 7.5 and alone[-1] < 0.8 * alone[0]
+    assert np.mean(compressed[-8:]) == pytest.approx(np.mean(alone[-8:]), rel=0.005)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def refused(calls: dict[str, Callable[[], object]]) -> list[str]:
-    """Call all of them on this rank; the words that an error lacks."""
-    wrong = []
-    for words, call in calls.items():
-        with pytest.raises((ValueError, TypeError)) as caught:
+def check_refusals(calls: dict[str, Callable[[], Any]]) -> None:
+    for text, call in calls.items():
+        with pytest.raises((ValueError, TypeError), match=re.escape(text)):
             call()
-        if words not in str(caught.value):
-            wrong.append(f"{words!r} not in {caught.value}")
-    return wrong
 
 
-def refusals(rank: int, world_size: int) -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
+@on_ranks(4)
+def test_refuses_by_name(rank: int, world_size: int) -> None:
     net, mesh = sharded(make(), "shard")
     over_all = fully_shard(make(), mesh=init_device_mesh("cpu", (world_size,)))
     hooked, _ = sharded(make(), "shard")
@@ -372,17 +346,10 @@ def refusals(rank: int, world_size: int) -> list[str]:
             compress_fsdp(net, mesh).state_dict()
         ),
     }
-    return refused(calls)
-
-
-def test_refuses_by_name() -> None:
-    assert run_ranks(4, refusals) == [[]] * 4
+    check_refusals(calls)
 
 
 def one_replica(rank: int, world_size: int) -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     net, mesh = make(), init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
     fully_shard(net, mesh=mesh)
     with log_lines() as lines:
@@ -395,15 +362,12 @@ def test_one_replica_compresses_nothing_and_says_so() -> None:
     assert "compresses nothing: the mesh has one replica of 2 rank(s)" in first[0] and second == []
 
 
-def other_start(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_replicas_must_start_alike(rank: int, world_size: int) -> None:
     net, mesh = sharded(make(seed=rank // SHARDS), "shard")
-    compress_fsdp(net, mesh)
-    take_step(net, rank, 0, "")
-
-
-def test_replicas_must_start_alike() -> None:
-    errors = run_ranks_expecting_error(4, other_start)
-    assert all("do all replicas start from the same model?" in text for text in errors.values()), errors
+    with pytest.raises((ValueError, RuntimeError), match="do all replicas start from the same model"):
+        compress_fsdp(net, mesh)
+        take_step(net, rank, 0, "")
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -411,9 +375,6 @@ def test_replicas_must_start_alike() -> None:
 
 def checkpointed(rank: int, world_size: int, folder: str, shards: int, state: str, load: bool) -> dict[str, Any]:
     """The errors that this rank has, NaN elsewhere; without replicas the mesh has one dimension."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     net, names = make(), ("replicate", "shard")
     sizes = (world_size // shards, shards) if shards < world_size else (shards,)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names[-len(sizes) :])

@@ -3,7 +3,7 @@
 The oracle is one process with the whole model: float32 simulations of the messages of every unit, by its columns.
 """
 
-import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from hf_compressopt import FSDPCompression, compress_fsdp, load_state, save_state
+from hf_compressopt import FSDPCompression, compress_fsdp
 from hf_compressopt.planner.report import FSDP2, memory_rows
 from tests.fsdp.test_fsdp_compression import (
     BUCKET,
@@ -20,19 +22,24 @@ from tests.fsdp.test_fsdp_compression import (
     STEPS,
     UNITS,
     Net,
+    check_not_finite,
+    check_refusals,
+    check_resume,
+    clipped_step,
+    cut,
     data,
     errors_of,
     local,
     make,
     optimizer_of,
-    refused,
     same,
+    shard_of,
     take_step,
     uses,
 )
 from tests.oracles.simulation import chunk_bounds
 from tests.oracles.simulation_integers import Simulation, quantize
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.harness import on_ranks, run_ranks
 
 # state, bits, bits of parameters, accumulation, options of fully_shard
 RUNS: list[tuple[str, int, int, str, dict[str, Any]]] = [
@@ -45,9 +52,6 @@ GATHERED = [UNITS[0], ["second.weight", "frozen.weight", "frozen.bias", "last.we
 
 
 def sharded(net: nn.Module, **options: Any) -> tuple[Any, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     if isinstance(net, Net):
         fully_shard(net.first, mesh=mesh, **options)
@@ -76,14 +80,6 @@ def train(rank: int, state: str, bits: int, param_bits: int, accumulate: str, ho
 
 def train_all(rank: int, world_size: int, rows: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
     return [train(rank, *row) for row in rows]
-
-
-def cut(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-    """A rank's rows of a tensor, padded as FSDP2 pads them."""
-    rows = -(-whole.shape[0] // ranks)
-    padded = np.zeros((rows * ranks, *whole.shape[1:]), whole.dtype)
-    padded[: whole.shape[0]] = whole
-    return padded[rank * rows : (rank + 1) * rows]
 
 
 class Columns:
@@ -173,14 +169,8 @@ def simulated(
     return history, net, columns, gathered
 
 
-def shard_of(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-    rows = -(-whole.shape[0] // ranks)
-    return whole[rank * rows : (rank + 1) * rows]
-
-
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_equals_a_simulation_in_bits(world_size: int) -> None:
-    """Gradients, weights, errors and replicas, with and without resharding, accumulated on each rank."""
     ranks = run_ranks(world_size, train_all, RUNS, timeout=240)
     for number, (state, bits, param_bits, accumulate, _) in enumerate(RUNS):
         history, net, columns, gathered = simulated(world_size, state, bits, param_bits, accumulate)
@@ -197,42 +187,10 @@ def test_equals_a_simulation_in_bits(world_size: int) -> None:
             assert sorted(values.tobytes() for values in got["replicas"]) == replicas
 
 
-# -- one run of four ranks --------------------------------------------------------------------------------------------
-
-
 def started(seed: int = 0, how: dict[str, Any] | None = None, **options: Any) -> tuple[Any, FSDPCompression, Any]:
     net, mesh = sharded(make(seed), **(how or {}))
     compression = compress_fsdp(net, mesh, **{"bucket_cap_mb": CAP, **options})
     return net, compression, optimizer_of(net)
-
-
-def clipped_step(net: Any, optimizer: torch.optim.Optimizer, rank: int, step: int, accumulate: str) -> None:
-    optimizer.zero_grad()
-    take_step(net, rank, step, accumulate)
-    assert float(nn.utils.clip_grad_norm_(net.parameters(), 0.01).full_tensor()) > 0.01
-    optimizer.step()
-
-
-def resume(rank: int, folder: str, **options: Any) -> bool:
-    """Compare a run that resumes, from files or state dicts, with one that goes on; gradients are clipped."""
-    net, compression, optimizer = started(**options)
-    again, resumed, other = started(seed=7, **options)
-    for step in range(4):
-        if step == 2:
-            with torch.no_grad():
-                for p, q in zip(net.parameters(), again.parameters(), strict=True):
-                    q.to_local().copy_(p.to_local())
-            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            if folder:
-                save_state(compression, folder)
-                load_state(resumed, folder)
-            else:
-                resumed.load_state_dict(compression.state_dict())
-        clipped_step(net, optimizer, rank, step, "unreduced" if step == 3 else "")
-        if step >= 2:
-            clipped_step(again, other, rank, step, "unreduced" if step == 3 else "")
-    equal = same(local(net, "weights"), local(again, "weights")) and same(errors_of(compression), errors_of(resumed))
-    return equal and resumed.steps == compression.steps == 4
 
 
 def whole(net: Any) -> np.ndarray:
@@ -297,8 +255,6 @@ def changed(rank: int) -> list[bool]:
 
 def alike(rank: int) -> list[bytes]:
     """Return what ranks compute with in bfloat16, after a step that one rank's gradient has made all skip."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     net, compression, optimizer = started(how={"mp_policy": policy}, param_compression="int4")
     for step in range(5):
@@ -314,8 +270,6 @@ def alike(rank: int) -> list[bytes]:
 
 def frozen_unit(rank: int) -> list[int]:
     """The bytes of each step of a model with a unit that is frozen: its parameters travel once."""
-    from torch.distributed.fsdp import fully_shard
-
     net = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 400).requires_grad_(False), nn.Linear(400, 13))
     fully_shard(net[1])
     net, mesh = sharded(net)
@@ -328,9 +282,6 @@ def frozen_unit(rank: int) -> list[int]:
 
 def sent_bytes(rank: int) -> tuple[dict[str, float], str, list[int]]:
     """The bytes of a step of a model of some size, without padding to speak of, and those that it holds."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     net, mesh = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), init_device_mesh("cpu", (4,))
     fully_shard(net[0], mesh=mesh)
@@ -346,27 +297,8 @@ def sent_bytes(rank: int) -> tuple[dict[str, float], str, list[int]]:
     return compression.metrics(), compression.describe(), [errors, replicas]
 
 
-def not_finite(rank: int) -> list[Any]:
-    """One rank has a gradient that is not finite, in one step: nobody's errors change in it."""
-    net, compression, _ = started()
-    take_step(net, rank, 0, "")
-    before = errors_of(compression)
-    net.zero_grad()
-    hook = net.last.register_forward_hook(lambda *rest: rest[-1] * (float("inf") if rank == 3 else 1.0))
-    take_step(net, rank, 1, "")
-    norm = float(nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]).full_tensor())
-    unchanged, skipped = same(before, errors_of(compression)), compression.skipped_steps
-    hook.remove()
-    net.zero_grad()
-    take_step(net, rank, 2, "")
-    well = all(np.isfinite(g).all() for g in local(net).values())
-    return [np.isfinite(norm), unchanged, skipped, well, same(before, errors_of(compression))]
-
-
 def precisions(rank: int) -> None:
     """Mixed precision in bfloat16 and float16, a divisor of the user's, and a loss scale, beside FSDP2's own."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     cases = ((torch.bfloat16, None), (torch.float16, None), (torch.float16, 3.0), (torch.float32, 3.0))
     for dtype, divisor in cases:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
@@ -413,8 +345,6 @@ def tied(rank: int, reentrant: bool) -> list[list[float]]:
         apply_activation_checkpointing,
         checkpoint_wrapper,
     )
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     impl, found = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT, []
     for form in ("none", "int4", "int8"):
@@ -441,24 +371,25 @@ def tied(rank: int, reentrant: bool) -> list[list[float]]:
     return found
 
 
-def gradients(rank: int, world_size: int) -> dict[str, Any]:
+def gradients(rank: int, world_size: int) -> list[list[list[float]]]:
     precisions(rank)
-    return {"not_finite": not_finite(rank), "tied": [tied(rank, again) for again in (0, 1)]}
+    check_not_finite(rank, started)
+    return [tied(rank, again) for again in (False, True)]
 
 
 def test_precisions_tied_weights_checkpointed_activations_and_skipped_steps() -> None:
-    for rank, found in enumerate(run_ranks(4, gradients, timeout=240)):
-        assert found["not_finite"] == [False, True, 1, True, False], rank
-        assert found["tied"][0] == found["tied"][1], rank
-        plain, *others = found["tied"][0]
+    for rank, (found, reentrant) in enumerate(run_ranks(4, gradients, timeout=240)):
+        assert found == reentrant, rank
+        plain, *others = found
         for losses in others:
-            assert losses == pytest.approx(plain, abs=0.1) and losses[-1] < 0.5 * losses[0], found["tied"]
+            assert losses == pytest.approx(plain, abs=0.1) and losses[-1] < 0.5 * losses[0], found
 
 
 def parameters(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     rows = [("", {}), ("", {"param_compression": "int4"}), (folder, {"param_compression": "int8", "state": "float32"})]
+    for where, options in rows:
+        check_resume(rank, partial(started, **options), where)
     return {
-        "resume": [resume(rank, where, **options) for where, options in rows],
         "evaluated": evaluated(rank),
         "changed": changed(rank),
         "alike": alike(rank),
@@ -468,10 +399,8 @@ def parameters(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def test_parameters_as_differences(tmp_path: Path) -> None:
-    """Runs resume, and evaluations change nothing; ranks compute alike, and with what is loaded; bytes of a step."""
     ranks = run_ranks(4, parameters, str(tmp_path), timeout=240)
     for rank, found in enumerate(ranks):
-        assert found["resume"] == [True] * 3, rank
         equal, sent = found["evaluated"]
         assert equal and max(sent[1::2]) <= 3 * 4 * 2 < min(sent[::2]), sent  # a flag per unit, then and later
         assert found["changed"] == [True] * 6, found["changed"]
@@ -489,13 +418,8 @@ def test_parameters_as_differences(tmp_path: Path) -> None:
         assert "int4 with error feedback between 4 rank(s), and parameters as int4 differences" in said
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
-def refusals(rank: int, world_size: int) -> list[str]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
+@on_ranks(4)
+def test_refuses_by_name(rank: int, world_size: int) -> None:
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     (net, mesh), replicated = sharded(make()), fully_shard(make(), mesh=pairs)
     taken, fewer, mixed = started()[0], sharded(make(), reshard_after_forward=2)[0], make()
@@ -513,19 +437,12 @@ def refusals(rank: int, world_size: int) -> list[str]:
             {**started()[1].state_dict(), "shards": 2, "replicas": 2}
         ),
     }
-    return refused(calls)
+    check_refusals(calls)
 
 
-def test_refuses_by_name() -> None:
-    assert run_ranks(4, refusals) == [[]] * 4
-
-
-def frozen_later(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_later_is_an_error_on_all_ranks(rank: int, world_size: int) -> None:
     net, _, _ = started()
     net.first.weight.requires_grad_(False)
-    take_step(net, rank, 0, "")
-
-
-def test_a_parameter_that_is_frozen_later_is_an_error_on_all_ranks() -> None:
-    errors = run_ranks_expecting_error(2, frozen_later)
-    assert all("freeze parameters before grad_compression begins" in text for text in errors.values()), errors
+    with pytest.raises((ValueError, RuntimeError), match="freeze parameters before grad_compression begins"):
+        take_step(net, rank, 0, "")

@@ -39,7 +39,6 @@ def test_the_wrappers_use_the_kernels(device: torch.device) -> None:
 
 
 def compressed(x: Tensor, world_size: int = 2, scale_block: int | None = 4096) -> tuple[Tensor, Tensor]:
-    """Messages of x and the error that they leave."""
     form, error = SignFormat(scale_block), torch.zeros_like(x)
     messages = torch.zeros(form.sizes(x.numel(), world_size)[1], dtype=torch.uint8, device=x.device)
     native.compress_(form, Combination.of(x), error, messages, world_size, error)

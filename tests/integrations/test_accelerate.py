@@ -1,5 +1,6 @@
 """Accelerate without Trainer: the plug-in, the accelerator class, and an accelerator that exists already."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,32 @@ def make(how: str) -> tuple[Any, Any, Any, Any]:
 
 
 def loop(
-    rank: int, world_size: int, how: str, directory: str = "", save_at: int = 0, resume_at: int = 0
+    rank: int,
+    world_size: int,
+    how: str,
+    directory: str = "",
+    save_at: int = 0,
+    resume_at: int = 0,
+    make: Callable[[str], tuple[Any, ...]] = make,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
+    """Train with clipping, accumulation and a log; save and load in between."""
     use_accelerate(rank, world_size)
     accelerator, model, optimizer, scheduler = make(how)
     if resume_at:
         accelerator.load_state(f"{directory}/{resume_at}")
     alike, norms, logged = [], [], []
     accelerator.trackers = [Recorder(logged)]
-    for step in range(resume_at, STEPS):
-        loss = loss_of(model, rank, step)
-        accelerator.backward(loss)
-        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+    for step in range(resume_at, steps):
+        for number in range(accelerator.gradient_accumulation_steps):
+            with accelerator.accumulate(model):
+                loss = loss_of(model, rank, 10 * step + number)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                scheduler.step() if accelerator.sync_gradients else None
+                optimizer.zero_grad()
         alike.append(same_on_all_ranks(model.parameters()))
         accelerator.log({"loss": loss.item()}, step=step)
         if save_at == step + 1:
@@ -77,6 +89,7 @@ def loop(
         "class": type(inner).__name__,
         "lr": inner.param_groups[0]["lr"],
         "wrapper": type(model).__name__,
+        "messages": inner.traffic.bytes["all_to_all"] if hasattr(inner, "traffic") else 0,
     }
 
 
@@ -152,7 +165,6 @@ def test_a_second_optimizer_of_another_kind_on_the_same_model_is_refused(
 
 @on_ranks(2)
 def test_a_model_goes_on_with_another_optimizer_and_averaged_gradients(rank: int, world_size: int) -> None:
-    """After a change in the compressed stage."""
     use_accelerate(rank, world_size)
     accelerator, inner = CompressOptAccelerator(cpu=True), network()
     model, optimizer = accelerator.prepare(inner, OnebitAdam(inner.parameters(), lr=1e-2, freeze_step=2))

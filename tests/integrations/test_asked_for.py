@@ -1,5 +1,7 @@
 """Whoever asks for compression gets it, or an error that says what to do: nothing trains in full precision silently."""
 
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,30 +9,24 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from tests.support.harness import run_ranks
+from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, ZeroOptimizer, register
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.logs import log_lines
 from tests.support.trainer_runs import (
     OLD_HOST,
     Run,
     make_trainer,
+    network,
     small_llama,
     small_model,
     tokens,
     train,
+    trainer_arguments,
     use_accelerate,
 )
-
-
-def outcome(rank: int, world_size: int, variables: dict[str, str], arguments: dict[str, Any]) -> str:
-    """Train two steps; the class of the optimizer, or the error."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        try:
-            return str(train(rank, world_size, Run({"max_steps": 2, **arguments}))["optimizer"])
-        except ValueError as error:
-            return str(error)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +44,19 @@ def outcome(rank: int, world_size: int, variables: dict[str, str], arguments: di
         ({"COMPRESSOPT_OPTIM": "onebit_adam"}, "sgd", "COMPRESSOPT_OPTIM=onebit_adam was asked for, but SGD trains"),
     ],
 )
+@on_ranks(2)
 def test_trainer_follows_the_environment_or_says_why_not(
-    variables: dict[str, str], optim: str, said: str, tmp_path: Path
+    rank: int, world_size: int, variables: dict[str, str], optim: str, said: str, tmp_path: Path
 ) -> None:
-    assert all(
-        said in found for found in run_ranks(2, outcome, variables, {"output_dir": str(tmp_path), "optim": optim})
-    )
+    """The class of the optimizer, or the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        try:
+            run = Run({"max_steps": 2, "output_dir": str(tmp_path), "optim": optim})
+            assert said in train(rank, world_size, run)["optimizer"]
+        except ValueError as error:
+            assert said in str(error)
 
 
 def own_optimizer(rank: int, world_size: int, directory: str, how: str) -> dict[str, Any]:
@@ -94,34 +97,29 @@ def test_the_schedule_of_every_compressed_optimizer_is_fitted_to_the_run(how: st
         assert found["error"] == "" and found["metrics"]["stage"] == 1.0  # 20 % of 15 steps are the warmup
 
 
-def attach_late(rank: int, world_size: int, how: str) -> str:
-    use_accelerate(rank, world_size)
-    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, attach
-
-    plugin = CompressOptPlugin(optimizer="onebit_adam") if how == "left alone" else None
-    accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin)
-    model = nn.Linear(4, 4)
-    kind = torch.optim.SGD if how == "left alone" else torch.optim.AdamW
-    try:
-        model, _ = accelerator.prepare(model, kind(model.parameters(), lr=0.1))
-        if how == "late":
-            attach(accelerator, CompressOptPlugin(grad_compression="int4"))
-        accelerator.backward(model(torch.ones(2, 4)).sum())
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
 @pytest.mark.parametrize(
     ("how", "said"),
     [
         ("late", "it is too late to attach it"),
         ("left alone", "CompressOptPlugin(optimizer='onebit_adam') was asked for, but SGD trains the model"),
-        ("plain", "no error"),
+        ("plain", ""),
     ],
 )
-def test_accelerate_trains_nothing_uncompressed_that_was_to_be_compressed(how: str, said: str) -> None:
-    assert all(said in found for found in run_ranks(2, attach_late, how))
+@on_ranks(2)
+def test_accelerate_trains_nothing_uncompressed_that_was_to_be_compressed(
+    rank: int, world_size: int, how: str, said: str
+) -> None:
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, attach
+
+    plugin = CompressOptPlugin(optimizer="onebit_adam") if how == "left alone" else None
+    accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin)
+    model, kind = nn.Linear(4, 4), torch.optim.SGD if how == "left alone" else torch.optim.AdamW
+    with pytest.raises(ValueError, match=re.escape(said)) if said else nullcontext():
+        model, _ = accelerator.prepare(model, kind(model.parameters(), lr=0.1))
+        if how == "late":
+            attach(accelerator, CompressOptPlugin(grad_compression="int4"))
+        accelerator.backward(model(torch.ones(2, 4)).sum())
 
 
 def loaded_in_shards(
@@ -129,7 +127,7 @@ def loaded_in_shards(
 ) -> dict[str, Any]:
     """Train a model that from_pretrained has sharded; the losses and what was compressed, or the error."""
     use_accelerate(rank, world_size)
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import AutoModelForCausalLM, Trainer
     from transformers.distributed import DistributedConfig
 
     import hf_compressopt
@@ -139,17 +137,7 @@ def loaded_in_shards(
         small_llama().save_pretrained(folder)
     torch.distributed.barrier()
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**config))
-    args = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        max_steps=4,
-        logging_steps=1,
-        per_device_train_batch_size=2,
-        disable_tqdm=True,
-        **arguments,
-    )
+    args = trainer_arguments(output_dir=folder, max_steps=4, **arguments)
     try:
         trainer = Trainer(model=model, args=args, train_dataset=tokens())
         trainer.train()
@@ -195,7 +183,7 @@ def test_tensor_pipeline_and_expert_parallelism_are_refused_by_name(cut: str) ->
 def registered_late(rank: int, world_size: int, directory: str, options: str | None, first: str) -> dict[str, Any]:
     """Register after a Trainer was made, as a notebook does: the classes are given back their methods first."""
     use_accelerate(rank, world_size)
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     import hf_compressopt
 
@@ -206,19 +194,8 @@ def registered_late(rank: int, world_size: int, directory: str, options: str | N
             method = Trainer.create_accelerator_and_postprocess
             getattr(method, "__wrapped__", method)(self)
 
-    args = TrainingArguments(
-        output_dir=directory,
-        use_cpu=True,
-        report_to="none",
-        max_steps=3,
-        logging_steps=1,
-        per_device_train_batch_size=2,
-        disable_tqdm=True,
-        optim="adamw_torch",
-        optim_args=options,
-        save_strategy="steps",
-        save_steps=3,
-    )
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    args = trainer_arguments(output_dir=directory, max_steps=3, optim="adamw_torch", optim_args=options, **saving)
     trainer = Stock(model=small_model(), args=args, train_dataset=tokens(), eval_dataset=tokens(8))
     hf_compressopt.register()
     if first == "evaluate":
@@ -270,3 +247,73 @@ def test_the_log_says_once_what_was_attached_and_after_a_step_what_it_saves(tmp_
         ratio = "3.5x" if "warmup_bits=8" in str(arguments) else "7.8x" if "int4" in said else "6.1x"  # 4 % are vectors
         assert found[0][1].startswith("full precision would send 65 kB a step, this run sends "), found[0][1]
         assert found[0][1].endswith(f"({ratio} fewer)"), found[0][1]
+
+
+INSTEAD = {
+    "DEEPSPEED": "from-deepspeed",
+    "MEGATRON_LM": "Megatron-LM",
+    "FSDP": "zero2_adamw",
+    "XLA": "ordinary optimizer",
+}
+
+
+@pytest.mark.parametrize("kind", INSTEAD)
+@on_ranks(2)
+def test_accelerate_refuses_by_name(rank: int, world_size: int, kind: str) -> None:
+    """Prepare under an accelerator whose state says that a launcher chose DeepSpeed or the like."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+    from accelerate.utils.deepspeed import DummyOptim
+
+    def ours(plugin: Any = None) -> Any:
+        return CompressOptAccelerator(cpu=True, compressopt_plugin=plugin)
+
+    register()
+    rows: dict[str, tuple[Any, Any]] = {
+        "optimizer": (ours, lambda params: OnebitAdam(params, freeze_step=2)),
+        "plugin": (lambda: ours(CompressOptPlugin()), torch.optim.AdamW),
+        "zero": (ours, lambda params: ZeroOptimizer(params, torch.optim.AdamW)),
+        "stock": (lambda: Accelerator(cpu=True), lambda params: OnebitAdam(params, freeze_step=2)),
+    }
+    if kind == "DEEPSPEED":
+        rows["dummy"] = (lambda: ours(CompressOptPlugin()), DummyOptim)
+    for accelerator_of, optimizer_of in rows.values():
+        use_accelerate(rank, world_size)
+        accelerator, model = accelerator_of(), network()
+        optimizer = optimizer_of(model.parameters())
+        accelerator.state.distributed_type = DistributedType[kind]
+        try:
+            with pytest.raises(ValueError, match=f"(?s)(?=.*{kind}).*{INSTEAD[kind]}"):
+                accelerator.prepare(model, optimizer)
+        finally:
+            accelerator.state.distributed_type = DistributedType.MULTI_CPU
+
+
+@pytest.mark.parametrize("kind", INSTEAD)
+@on_ranks(2)
+def test_trainer_refuses_by_name(rank: int, world_size: int, kind: str, tmp_path: Path) -> None:
+    from accelerate.utils import DistributedType
+
+    for optim in ("onebit_adam", "zero2_adamw", "instance", "adamw_torch"):
+        arguments = {"optim": "adamw_torch" if optim == "instance" else optim, "output_dir": str(tmp_path)}
+        run = Run(arguments, optimizer="instance" if optim == "instance" else None)
+        trainer = make_trainer(rank, world_size, run)
+        trainer.accelerator.state.distributed_type = DistributedType[kind]
+        refused = pytest.raises(ValueError, match=f"(?s)(?=.*{kind}).*{INSTEAD[kind]}")
+        try:
+            with nullcontext() if optim == "adamw_torch" else refused:
+                trainer.create_optimizer()
+        finally:
+            trainer.accelerator.state.distributed_type = DistributedType.MULTI_CPU
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@on_ranks(2)
+def test_plain_fsdp_is_refused_at_construction(rank: int, world_size: int, version: int) -> None:
+    model: nn.Module = network()
+    if version == 2:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    else:
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.raises(TypeError, match="(?s)shards of FSDP.*ordinary optimizer with FSDP"):
+        OnebitAdam(model.parameters(), freeze_step=2)

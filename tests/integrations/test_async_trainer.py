@@ -16,10 +16,7 @@ from tests.support.harness import run_ranks
 from tests.support.trainer_runs import Run, equal_params, make_trainer
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-OPTIONS = {
-    "onebit_adam": "freeze_step=3,bucket_cap_mb=0.02,scale_block=256",
-    "zero2_adamw": "bucket_cap_mb=0.02",
-}
+OPTIONS = {"onebit_adam": "freeze_step=3,bucket_cap_mb=0.02,scale_block=256", "zero2_adamw": "bucket_cap_mb=0.02"}
 
 
 def is_whole(checkpoint: Path) -> bool:

@@ -92,6 +92,38 @@ def test_a_world_size_that_is_no_number_is_named() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_refused_option_is_told_once_without_a_traceback(tmp_path: Path) -> None:
+    words = arguments(tmp_path)
+    words[words.index("freeze_step=2,scale_block=64")] = "frezze_step=2"
+    done = run_python(["-m", "hf_compressopt.run", SCRIPT, *words], ranks=2)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.count("OnebitAdam has no option 'frezze_step': did you mean 'freeze_step'") == 1
+
+
+def test_a_refused_option_is_what_torchrun_reports(tmp_path: Path) -> None:
+    """torchrun ends with the first error that a rank has left in this file."""
+    words, report = arguments(tmp_path), tmp_path / "error.json"
+    words[words.index("freeze_step=2,scale_block=64")] = "warmup_bits=5"
+    run_python(["-m", "hf_compressopt.run", SCRIPT, *words], TORCHELASTIC_ERROR_FILE=str(report))
+    told = json.loads(report.read_text())["message"]
+    assert told["message"] == "warmup_bits must be one of [4, 8, 16, 32], got 5" == told["extraInfo"]["py_callstack"]
+
+
+def test_an_error_of_the_script_keeps_its_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from hf_compressopt import load_state\nint('no number')")
+    done = run_python(["-m", "hf_compressopt.run", str(script)])
+    assert done.returncode != 0 and "Traceback" in done.stderr and "int('no number')" in done.stderr
+
+
+def test_help_ends_all_ranks_before_the_script_starts(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise RuntimeError('it has started')")
+    words = ["-m", "hf_compressopt.run", str(script), "--optim", "onebit_adam", "--optim_args", "help"]
+    done = run_python(words, ranks=2)
+    assert done.returncode == 0 and not done.stderr and done.stdout.count("  warmup_bits=4 ") == 1
+
+
 def test_importing_the_package_is_cheap() -> None:
     code = "import sys, hf_compressopt; print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
     assert run([sys.executable, "-c", code]).stdout.strip() == "[]"

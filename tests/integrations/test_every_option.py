@@ -114,8 +114,7 @@ def run_rows(rank: int, world_size: int, directory: str, count: int) -> list[tup
 @pytest.mark.timeout(900)
 @pytest.mark.invariant(21)
 @pytest.mark.parametrize(
-    ("world_size", "count"),
-    [(2, FEW), *(pytest.param(ranks, len(ROWS), marks=pytest.mark.full) for ranks in (2, 3))],
+    ("world_size", "count"), [(2, FEW), *(pytest.param(ranks, len(ROWS), marks=pytest.mark.full) for ranks in (2, 3))]
 )
 def test_every_option_works(world_size: int, count: int, tmp_path: Path) -> None:
     ranks = run_ranks(world_size, run_rows, str(tmp_path), count, timeout=840)

@@ -88,9 +88,6 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> 
     assert all(all(result["alike"]) for result in three)
 
 
-# -- Accelerate -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("optimizer", "accumulate"), [("AdamW", 1), ("SGD", 2)])
 @on_ranks(2, timeout=120)
 def test_accelerate_compresses_for_any_optimizer(rank: int, world_size: int, optimizer: str, accumulate: int) -> None:
@@ -117,9 +114,6 @@ def test_accelerate_compresses_for_any_optimizer(rank: int, world_size: int, opt
     assert type(stepper.optimizer).__name__ == optimizer and metrics["compression_ratio"] > 7
     assert metrics["bytes_sent"] == 6 * metrics["bytes_sent_step"]
     assert state.layout.bucket_numel == int(cap.get("bucket_cap_mb", 1) * 2**20 / 4)
-
-
-# -- DDP's buckets ----------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, timeout=120)

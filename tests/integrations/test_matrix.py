@@ -11,7 +11,7 @@ from tests.integrations.test_fsdp_hosts import as_on_gpus
 from tests.support.harness import run_ranks
 from tests.support.launching import REPO_ROOT
 from tests.support.logs import log_lines
-from tests.support.trainer_runs import OLD_HOST, small_llama, tokens, use_accelerate
+from tests.support.trainer_runs import OLD_HOST, small_llama, tokens, trainer_arguments, use_accelerate
 
 RANKS, STEPS = 4, 3
 #: The rows of docs/choosing.md: replicas of a model that is cut into shards; 0 is DistributedDataParallel.
@@ -81,15 +81,10 @@ def model_of(setup: str, folder: str) -> Any:
 
 
 def by_trainer(setup: str, method: str, folder: str) -> float:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     _, optim, options, *_ = METHODS[method]
-    quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
-    args = TrainingArguments(
-        output_dir=folder, optim=optim, optim_args=options, use_cpu=True, max_steps=STEPS,
-        per_device_train_batch_size=2, **quiet,
-    )  # fmt: skip
-
+    args = trainer_arguments(output_dir=folder, optim=optim, optim_args=options, max_steps=STEPS)
     if "FSDP2" in setup:
         from accelerate import Accelerator
 
@@ -133,14 +128,7 @@ def by_hand(setup: str, method: str, folder: str) -> float:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from hf_compressopt import (
-        GradientCompression,
-        OnebitAdam,
-        ZeroOptimizer,
-        attach_ddp,
-        compress_fsdp,
-        compress_hook,
-    )
+    from hf_compressopt import GradientCompression, OnebitAdam, ZeroOptimizer, attach_ddp, compress_fsdp, compress_hook
 
     model, replicas = model_of(setup, folder), SETUPS[setup]
     if "FSDP2" in setup:

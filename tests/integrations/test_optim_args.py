@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_compressopt.integrations.plugin import OptimArgs, read_optim_args
+from hf_compressopt.integrations.trainer import attachment_of
 from tests.support.harness import on_ranks
 from tests.support.trainer_runs import Run, make_trainer
 
@@ -27,12 +28,46 @@ from tests.support.trainer_runs import Run, make_trainer
         ),
         ("fused_adam", "zero_stage=1,clip_grad=2", OptimArgs(zero={"stage": 1, "clip_grad": 2.0})),
         ("adamw_torch", "fused=true", OptimArgs(others="fused=true")),
+        (
+            "adamw_torch",
+            "grad_compression=int4,state=float32",
+            OptimArgs(grad_compression="int4", messages={"state": "float32"}),
+        ),
         ("galore_adamw", "in;Trainer's own:format", OptimArgs(others="in;Trainer's own:format")),
         ("sgd", "momentum=0.9, zero_stage=2", OptimArgs(zero={"stage": 2}, others="momentum=0.9")),
     ],
 )
 def test_each_option_reaches_its_owner(name: str, text: str | None, found: OptimArgs) -> None:
     assert read_optim_args(name, text) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("zero1_adamw", ["bucket_cap_mb=none", "overlap_comm=true", "async_save=false"]),
+        ("onebit_adam", ["warmup_bits=4", "freeze_step=auto", "scale_block=4096", "async_save=false"]),
+        ("adamw_torch", ["grad_compression=none", "  node_bits=32", "  state=compact", "zero_stage=0"]),
+    ],
+)
+def test_help_prints_every_option_on_a_line_and_ends(
+    name: str, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_optim_args(name, " help ")
+    told = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0 and told[0].startswith(f"--optim {name} ")
+    for line in lines:
+        assert sum(row.startswith(f"  {line} ") and len(row) > 40 for row in told) == 1
+
+
+@on_ranks(2)
+def test_the_state_of_compressed_gradients_reaches_them(rank: int, world_size: int, tmp_path: Path) -> None:
+    """The only way to it was a loop of one's own."""
+    for text, compact in (("", True), (",state=float32", False)):
+        trainer = make_trainer(rank, world_size, Run({"optim_args": f"grad_compression=int4{text}", "max_steps": 1}))
+        trainer.train()
+        (found,) = attachment_of(trainer).compressions()
+        assert found.errors.compact is compact
 
 
 #: ``--optim``, ``--optim_args``, and what the error says.
@@ -42,9 +77,6 @@ REFUSED = [
     ("fused_adam", "freeze_step=3", "FusedAdam has no option 'freeze_step', which onebit_adam"),
     ("zero1_adamw", "freeze_step=3", "no option 'freeze_step'"),
     ("zero1_adamw", "stage=2", "no option 'stage'"),
-    ("zero1_adamw", "help", "the options of zero1_adamw are allgather_bucket_size (an int or none; default None"),
-    ("onebit_adam", "help", "warmup_bits (an int; default 4)"),
-    ("adamw_torch", "help", "grad_compression (a name; default none), zero_stage"),
     ("zero1_adamw", "lr=2", "--learning_rate"),
     ("onebit_adam", "betas=0.9", "--adam_beta1"),
     ("onebit_lamb", "max_update=5", "OnebitLamb has no option 'max_update', which onebit_adam and zero_one"),
@@ -59,11 +91,12 @@ REFUSED = [
     ("onebit_adam", "grad_compression=int4", "onebit_adam sends gradients in a way of"),
     ("adamw_torch", "grad_compression=int2", "grad_compression must be one of"),
     ("adamw_torch", "grad_compression=int4,bucket_cap_mb=0", "bucket_cap_mb must be > 0"),
+    ("adamw_torch", "grad_compression=int4,state=small", "state must be one of ['compact', 'float32'], got 'small'"),
     ("adamw_torch", "param_compression=int4", "is an option of ZeRO and of FSDP2"),
     ("adamw_torch", "grad_compression=int4,param_compression=int3", "param_compression must be one of"),
     ("adamw_torch", "zero_stage=1,grad_compression=int3", "grad_compression must be one of"),
     ("zero2_adamw", "param_compression=int3", "param_compression must be one of"),
-    ("adamw_torch", "grad_compresion=int4", "has no option 'grad_compresion': did you mean 'grad_compression'?"),
+    ("adamw_torch", "grad_compresion=int4", "has no option 'grad_compresion': did you mean 'grad_compression'"),
     ("adamw_torch", "zero_stge=2", "has no option 'zero_stge': did you mean 'zero_stage'?"),
     ("adamw_torch", "freeze_step=200", "adamw_torch has no option 'freeze_step', which onebit_adam"),
     ("adamw_torch", "foo=1", "adamw_torch has no option 'foo'."),

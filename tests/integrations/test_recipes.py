@@ -35,11 +35,10 @@ TRAINER = {
 CAUSAL_LM = {**TRAINER, "tokenizer_vocab_size": 300, "block_size": 16, "max_eval_samples": 4}
 
 
-def words(recipe: str, directory: Path, settings: dict[str, Any]) -> list[str]:
-    """The script and its command line."""
+def words(recipe: str, directory: Path, settings: dict[str, Any], script: str = "train") -> list[str]:
     given = {**settings, "output_dir": directory}
     options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    return [str(RECIPES / recipe / "train.py"), "--use_cpu", *options]
+    return [str(RECIPES / recipe / f"{script}.py"), "--use_cpu", *options]
 
 
 def two_processes() -> list[str]:
@@ -84,7 +83,6 @@ def read(path: Path) -> Any:
 
 
 def logged(directory: Path, name: str) -> list[float]:
-    """The values of `name` in the log lines of a Trainer's run."""
     return [row[name] for row in read(directory / "trainer_state.json")["log_history"] if "loss" in row]
 
 
@@ -273,7 +271,6 @@ def test_the_demo_prints_its_table_and_draws_its_picture(tmp_path: Path) -> None
 
 @pytest.mark.full
 def test_a_pretrained_folder_is_fine_tuned_on_docstrings(tmp_path: Path) -> None:
-    """The three commands of recipes/fine_tuning, with fewer steps and tokens."""
     text, pretrained, tuned = tmp_path / "docstrings.txt", tmp_path / "pretrained", tmp_path / "tuned"
     run([sys.executable, str(RECIPES / "fine_tuning" / "make_text.py"), str(text)])
     assert text.stat().st_size > 500_000
@@ -310,10 +307,8 @@ def test_lora_sends_and_saves_the_adapters_alone(
         "optim": optim,
         "optim_args": options,
         "save_strategy": "no",
-        "output_dir": tmp_path / "out",
     }
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    run([*torchrun(2), str(RECIPES / "lora" / f"{script}.py"), "--use_cpu", *words])
+    run([*torchrun(2), *words("lora", tmp_path / "out", given, script)])
     assert logged(tmp_path / "out", "compressopt/compression_ratio")[-1] > ratio
     adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert len(adapters) == 28 and all(".lora_" in name for name in adapters)

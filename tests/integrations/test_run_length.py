@@ -152,7 +152,6 @@ def test_trainer_ends_the_warmup_stage_by_the_length_of_the_run(
 
 @on_ranks(2)
 def test_a_skipped_step_holds_the_scheduler_of_its_own_optimizer_only(rank: int, world_size: int) -> None:
-    """A generator and a discriminator under the plugin; the step of one is skipped."""
     use_accelerate(rank, world_size)
     accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=CompressOptPlugin(freeze_step=2))
     models = [network(), network()]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.harness import run_ranks
-from tests.support.trainer_runs import OLD_HOST, equal_params, same_on_all_ranks, use_accelerate
+from tests.support.trainer_runs import OLD_HOST, equal_params, same_on_all_ranks, trainer_arguments, use_accelerate
 
 FEATURES, EXAMPLES = 8, 90  # with 2 or 3 ranks and every size of batch an epoch ends in the midst of an accumulation
 EVALUATED = 24  # a batch of 8 for each of 3 ranks: accelerate 1.3 gives a rank without a batch None
@@ -38,7 +38,6 @@ def examples(poisoned: bool) -> list[dict[str, torch.Tensor]]:
 
 
 def draw(seed: int, steps: int) -> dict[str, Any]:
-    """One combination: what to train, and on how many ranks."""
     choose = random.Random(seed)
     name = choose.choice(["onebit_adam", "zero_one_adam", "onebit_lamb"])
     freeze = choose.choice(["", str(choose.randint(1, 60)), "auto", str(steps)])
@@ -73,20 +72,13 @@ def draw(seed: int, steps: int) -> dict[str, Any]:
 
 def train(rank: int, world_size: int, directory: str, what: dict[str, Any], resume: str | None) -> dict[str, Any]:
     use_accelerate(rank, world_size)
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     import hf_compressopt.auto  # noqa: F401
 
-    args = TrainingArguments(
-        **what["arguments"],
-        output_dir=directory,
-        learning_rate=1e-2,
-        use_cpu=True,
-        report_to="none",
-        logging_steps=100,
-        ddp_find_unused_parameters=world_size > 2,  # else DDP orders its bucket anew after a resume, and 3 terms round
-        disable_tqdm=True,
-    )
+    # else DDP orders its bucket anew after a resume, and 3 terms round
+    own = {"ddp_find_unused_parameters": world_size > 2, "learning_rate": 1e-2, "logging_steps": 100}
+    args = trainer_arguments(output_dir=directory, **own, **what["arguments"])
     torch.manual_seed(0)
     data = examples(what["poisoned"])
     trainer = Trainer(model=Regression(), args=args, train_dataset=data, eval_dataset=examples(False)[:EVALUATED])
@@ -101,7 +93,6 @@ def train(rank: int, world_size: int, directory: str, what: dict[str, Any], resu
 
 
 def check_draw(seed: int, directory: Path, steps: int) -> None:
-    """Train the draw, resume it from a checkpoint in the midst, and compare."""
     what = draw(seed, steps)
     whole = run_ranks(what["world_size"], train, str(directory / "whole"), what, None, timeout=240)
     saved = sorted(directory.glob("whole/checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))

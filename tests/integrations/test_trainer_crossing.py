@@ -89,7 +89,6 @@ def a_run(folder: Path, name: str, options: str, resume: Path | None, ranks: int
 
 
 def result_of(world_size: int, run: Run) -> Result:
-    """Rank 0's result."""
     result: Result = run_ranks(world_size, train, run, timeout=240)[0]
     return result
 
@@ -104,10 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """An optimizer's run on two ranks, saved every other step: a resumed run saves as often as the first one.
-
-    It is taken once, by the first process of the session that asks.
-    """
+    """An optimizer's run on two ranks, saved every other step, taken once by the first process that asks."""
 
     def run(name: str) -> Result:
         def take(place: Path) -> None:
@@ -161,7 +157,6 @@ def test_two_ranks_one_and_two_again(name: str, folder: Path, whole: Runs) -> No
 def test_a_run_goes_on_with_another_optimizer(
     saved: str, name: str, options: str, folder: Path, tmp_path: Path, whole: Runs
 ) -> None:
-    """Moments and steps go along: a fresh optimizer would differ at once."""
     whole(saved)
     given = WARMUP[name] if options == "warmup" else options
     result = result_of(2, a_run(tmp_path, name, given, folder / saved / f"checkpoint-{SAVED}", 2))

@@ -77,7 +77,6 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all_with_a_scaler(rank: int, 
 
 @on_ranks(2, timeout=30)
 def test_a_gradient_that_is_spoilt_after_clipping_hangs_nobody(rank: int, world_size: int) -> None:
-    """A rank whose gradient becomes infinite after all have agreed goes on without it."""
     param = nn.Parameter(torch.ones(40))
     optimizer = optimizer_of("OnebitAdam", [param])
     for step in range(5):

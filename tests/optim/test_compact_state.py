@@ -1,7 +1,6 @@
 """state="compact": its bytes, and what users see of it."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from hf_compressopt.kernels.errors import tensor_of
 from tests.oracles.steps import same
 from tests.support.family import assign, go_on, make
 from tests.support.harness import on_ranks
-
-# -- bytes ------------------------------------------------------------------------------------------------------------
 
 
 def bytes_per_parameter(optimizer: Any) -> float:
@@ -53,9 +50,6 @@ def test_bytes_of_the_state_and_of_the_peak(rank: int, world_size: int) -> None:
     assert max(before) <= max(after[:3]) + 0.13, "the switch adds the messages, and nothing else"
 
 
-# -- what users see ---------------------------------------------------------------------------------------------------
-
-
 def values_of(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
     entries = [dict(optimizer.state[p]) for p in params]
     errors = [error for state in optimizer._states for error in state.errors.values()]
@@ -84,7 +78,6 @@ def test_the_state_shows_decoded_moments(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(("saved_as", "loaded_as"), [("compact",) * 2, ("compact", "float32"), ("float32", "compact")])
 @on_ranks(3)
 def test_copies_and_state_dicts_go_on(rank: int, world_size: int, stop: int, saved_as: str, loaded_as: str) -> None:
-    """Train on with the optimizer, with its deep copy, and with another one that has loaded its state dict."""
     params, optimizer = make(rank, stop, state=saved_as)
     copied_params, copied = copy.deepcopy((params, optimizer))
     state_dict = copy.deepcopy(optimizer.state_dict())
@@ -98,30 +91,6 @@ def test_copies_and_state_dicts_go_on(rank: int, world_size: int, stop: int, sav
     assert same(whole, of_copy) and (same(whole, of_load) or saved_as != loaded_as)
     for one, other in zip(params, fresh_params, strict=True):
         assert (one - other).abs().sum() <= 5e-3 * one.numel()
-
-
-@pytest.mark.parametrize("stop", [2, 5])
-@on_ranks(2)
-def test_checkpoints_cross_to_the_other_form_and_to_adamw(
-    rank: int, world_size: int, stop: int, tmp_path: Path
-) -> None:
-
-    def moments(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
-        own = [optimizer.state[p] for p in params if p in optimizer.state]
-        return [entry[key].clone() for entry in own for key in ("exp_avg", "exp_avg_sq")]
-
-    for name, other in (("compact", "float32"), ("float32", "compact")):
-        params, optimizer = make(rank, stop, state=name)
-        hf_compressopt.save_state(optimizer, tmp_path / name)
-        loaded_params, loaded = make(rank, 5, state=other)
-        hf_compressopt.load_state(loaded, tmp_path / name)
-        assert same(moments(params, optimizer), moments(loaded_params, loaded))
-        adamw = torch.optim.AdamW(params)
-        hf_compressopt.load_state(adamw, tmp_path / name)
-        entries = moments(params, adamw)
-        assert len(entries) >= 6 and all(t.isfinite().all() for t in entries)
-        go_on(rank, loaded_params, loaded, range(stop, 7))
-        assert all(p.isfinite().all() for p in loaded_params)
 
 
 @on_ranks(2)
@@ -145,7 +114,6 @@ def test_all_of_the_state_moves_with_the_parameters(rank: int, world_size: int, 
 
 @on_ranks(2)
 def test_a_mask_may_come_and_go(rank: int, world_size: int) -> None:
-    """A mask that comes, and goes, after messages have taken the momentum's place."""
     params, optimizer = make(rank, 5)
     optimizer.param_groups[0]["exp_avg_mask"] = torch.zeros(1)
     go_on(rank, params, optimizer, range(5, 7))

@@ -1,6 +1,8 @@
 """What runs and steps cost: bytes sent, memory beside what is held, and values fetched from the device."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_compressopt
 from hf_compressopt import GradientCompression, average_gradients
+from hf_compressopt.kernels import native
 from tests.support.family import optimizer_of
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.memory import MIB, peak_beyond
@@ -32,7 +35,6 @@ def parameters(rank: int) -> list[nn.Parameter]:
 def test_a_run_of_a_compressed_optimizer_sends_so_many_times_fewer_bytes(
     rank: int, world_size: int, name: str, times: int
 ) -> None:
-    """Counted in steps of each stage."""
     optimizer = getattr(hf_compressopt, name)(parameters(rank), lr=1e-3, warmup_bits=4)
     optimizer.scale_schedule(STEPS, given=[])
     last = optimizer.schedule.last_warmup_step  # no step of the warmup stage comes after it
@@ -112,24 +114,36 @@ FETCHES: dict[str, tuple[str, dict[str, Any], int]] = {  # the most of a step th
     "OnebitAdam, float32": ("OnebitAdam", {"state": "float32"}, 1),
     "OnebitLamb": ("OnebitLamb", {}, 1),
     "OnebitLamb, decay": ("OnebitLamb", {"weight_decay": 0.1}, 1),
-    "OnebitLamb, warmup": ("OnebitLamb", {"freeze_step": 40}, 2),
-    "ZeroOneAdam, sync": ("ZeroOneAdam", {"local_step_clipper": 1}, 3),
-    "ZeroOneAdam, 1-bit gradients": ("ZeroOneAdam", {"freeze_step": 40, "var_update_scaler": 1}, 2),
+    "OnebitLamb, warmup": ("OnebitLamb", {"freeze_step": 40}, 1),
+    "ZeroOneAdam, sync": ("ZeroOneAdam", {"local_step_clipper": 1}, 1),
+    "ZeroOneAdam, local step": ("ZeroOneAdam", {"local_step_clipper": 4, "local_step_scaler": 1}, 1),
+    "ZeroOneAdam, 1-bit gradients": ("ZeroOneAdam", {"freeze_step": 40, "var_update_scaler": 1}, 1),
 }
 
 
 class Fetches(TorchDispatchMode):
-    """Counts item() and what calls it, and tolist(), but for step counts, which lie in host memory anyway."""
+    """Counts item() and what calls it, and tolist(), but for numbers that lie in host memory anyway."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__()
         self.count = 0
-        self.steps = {state.steps.untyped_storage().data_ptr() for state in optimizer._states}
+        tensors = getattr(optimizer, "_tensors", {})
+        host = [*(state.steps for state in getattr(optimizer, "_states", ())), *tensors.values()]
+        self.host = {tensor.untyped_storage().data_ptr() for tensor in host}
+
+    def note(self, tensor: torch.Tensor) -> None:
+        self.count += tensor.untyped_storage().data_ptr() not in self.host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        fetches = func.name() in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
-        self.count += fetches and args[0].untyped_storage().data_ptr() not in self.steps
+        if func.name() in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"):
+            self.note(args[0])
         return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        tolist = torch.Tensor.tolist
+        with mock.patch.object(torch.Tensor, "tolist", lambda tensor: self.note(tensor) or tolist(tensor)), self:
+            yield
 
 
 def fetches(rank: int, world_size: int, name: str, options: dict[str, Any], tensors: int) -> int:
@@ -140,13 +154,13 @@ def fetches(rank: int, world_size: int, name: str, options: dict[str, Any], tens
         for number, param in enumerate(params):
             seed = 1000 * step + number + (0 if optimizer.plan.reduce_grads else 100 * rank)
             param.grad = torch.randn(256, generator=torch.Generator().manual_seed(seed))
-        counter, tolist = Fetches(optimizer), mock.Mock(wraps=torch.Tensor.tolist)
+        counter = Fetches(optimizer)
         if optimizer.plan.reduce_grads:
             average_gradients(optimizer)
-        with mock.patch.object(torch.Tensor, "tolist", lambda tensor, own=tolist: own(tensor)), counter:
+        with counter.counting():
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
-    return counter.count + tolist.call_count
+    return counter.count
 
 
 @pytest.mark.parametrize("case", FETCHES)
@@ -154,3 +168,67 @@ def test_a_step_fetches_no_value_per_bucket(case: str) -> None:
     name, options, most = FETCHES[case]
     few, many = (max(run_ranks(2, fetches, name, options, tensors)) for tensors in (3, 24))
     assert few == many <= most
+
+
+HOOKS: dict[str, tuple[Callable[[list[nn.Parameter]], Any], int]] = {  # of backward, step and clipping together
+    "int4": (lambda params: torch.optim.SGD(params, lr=0.1), 1),
+    "OnebitAdam, warmup": (lambda params: hf_compressopt.OnebitAdam(params, freeze_step=40, bucket_cap_mb=0.001), 2),
+    "OnebitAdam, late": (
+        lambda params: hf_compressopt.OnebitAdam(params, freeze_step=2, bucket_cap_mb=0.001, clip="late"),
+        2,
+    ),
+}
+
+
+def fetches_of_hook(rank: int, world_size: int, case: str, tensors: int) -> int:
+    """Those of the last of seven backward passes and steps."""
+    net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(tensors)))
+    ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001)
+    optimizer = HOOKS[case][0](list(net.parameters()))
+    if case == "int4":
+        state = GradientCompression(net.named_parameters(), "int4", bucket_cap_mb=0.001)
+        ddp.register_comm_hook(state, hf_compressopt.compress_hook)
+    else:
+        hf_compressopt.attach_ddp(ddp, optimizer)
+    for step in range(7):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(2 * step + rank))
+        counter = Fetches(optimizer)
+        with counter.counting():
+            ddp(x).square().sum().backward()
+            if case != "int4":
+                optimizer.clip_grad_norm_(1e-3)
+            optimizer.step()
+        if case == "OnebitAdam, late" and step > 3:
+            assert not optimizer.early_messages._arrived and optimizer.early_messages.knows_norm
+        optimizer.zero_grad()
+    return counter.count
+
+
+@pytest.mark.parametrize("case", HOOKS)
+def test_a_hook_fetches_one_value_beside_its_step(case: str) -> None:
+    few, many = (max(run_ranks(2, fetches_of_hook, case, tensors)) for tensors in (3, 12))
+    assert few == many <= HOOKS[case][1]
+
+
+# -- kernels: each is one launch (tests/kernels/test_cuda_emulation.py) ------------------------------------------------
+
+
+def kernels_of_a_step(rank: int, world_size: int, signs: bool, buckets: int) -> int:
+    params = [nn.Parameter(torch.ones(256)) for _ in range(buckets)]
+    for param in params:
+        param.grad = torch.full_like(param, 0.1)
+    if signs:
+        optimizer = hf_compressopt.OnebitAdam(params, freeze_step=1, bucket_cap_mb=0.001)
+        optimizer.step()
+        work = optimizer.step
+    else:
+        work = GradientCompression(params, "int4", bucket_cap_mb=0.001).average_gradients
+    with mock.patch.object(native, "call", wraps=native.call) as call:
+        work()
+    return call.call_count
+
+
+@pytest.mark.parametrize(("signs", "most"), [(True, 3), (False, 4)])
+def test_a_bucket_takes_so_many_kernels(signs: bool, most: int) -> None:
+    few, many = (max(run_ranks(2, kernels_of_a_step, signs, buckets)) for buckets in (4, 12))
+    assert 0 < many - few <= 8 * most

@@ -50,7 +50,6 @@ def test_coefficients_keep_the_order_of_the_parameters(kind):
 
 
 def test_low_precision_resumes_bit_for_bit():
-    """Moments stay float32, in a loaded state too."""
     ends = []
     for resume in (False, True):
         generator = torch.Generator().manual_seed(0)

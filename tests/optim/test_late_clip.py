@@ -29,7 +29,6 @@ FIRST = FREEZE + 2  # step, counted from 1, whose messages are the first to leav
 
 
 def tensors_of(net: nn.Module, optimizer: OnebitAdam) -> list[torch.Tensor]:
-    """Parameters, moments and errors."""
     found = [p.detach() for p in net.parameters()]
     for state in optimizer._states:
         found += [state.worker_error, state.server_error]
@@ -131,7 +130,11 @@ def test_a_rank_whose_gradient_grows_clips_by_its_growth() -> None:
 
     def coefficients(last: LastNorm | None, scale: float, *factors: float) -> list[float]:
         backward = Backward(last, scale, 4)
-        return [backward.coefficient([Segment(scale * f * grad, 0, 100, 0)], grad.device) for f in factors]
+        found = []
+        for f in factors:
+            (segment,) = backward.shrink([Segment(scale * f * grad, 0, 100, 0)], grad.device)
+            found.append(backward.coefficient() * float(segment.part[0] / (scale * f * grad[0])))
+        return found
 
     assert coefficients(None, 1.0, 1e9) == [1.0]
     usual = LastNorm(1.0, 0.5, 1.5)
@@ -148,14 +151,16 @@ def test_a_spike_on_one_rank(rank: int, world_size: int) -> None:
     """Rank 0's loss is a thousand times as large in one step: its own coefficients fall during backward."""
     ddp, net, optimizer = attached("late", CLIP)
     found: dict[int, list[float]] = {step: [] for step in range(STEPS)}
-    original = Backward.coefficient
+    original = Backward.shrink
 
-    def record(self: Backward, *args: Any) -> float:
-        found[step].append(original(self, *args))
-        return found[step][-1]
+    def record(self: Backward, segments: Any, *args: Any) -> Any:
+        given = original(self, segments, *args)
+        sent, own = (torch.cat([s.part for s in each]).norm() for each in (given, segments))
+        found[step].append(self.coefficient() * float(sent / own))
+        return given
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Backward, "coefficient", record)
+        patch.setattr(Backward, "shrink", record)
         for step in range(STEPS):
             factor = 1e3 if rank == 0 and step == STEPS - 2 else 1.0
             (factor * loss_of(ddp, rank, step)).backward()
@@ -241,10 +246,7 @@ SETTINGS = [(False, False), (True, False), (False, True)]
 def test_messages_count_only_for_the_gradients_that_they_were_made_from(
     rank: int, world_size: int, place: int, rest: bool
 ) -> None:
-    """Gradients that are changed, replaced or given up after their messages have left, against clip="sketch".
-
-    Each case in one setting, and in the long tests in the others.
-    """
+    """Gradients changed, replaced or given up after their messages have left, against clip="sketch"."""
     views, scaled = SETTINGS[place]
     for name in Share(place, len(SETTINGS), rest).of(BETWEEN):
         act, runs = BETWEEN[name], []
@@ -270,7 +272,6 @@ def test_messages_count_only_for_the_gradients_that_they_were_made_from(
 
 @on_ranks(2)
 def test_clipping_by_parts_does_not_overlap(rank: int, world_size: int) -> None:
-    """Gradients that are clipped by the norm of a part of them do not leave early."""
     ddp, _, optimizer = attached("late")
     for step in range(STEPS):
         backward(ddp, rank, step)

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_compressopt import ZeroOptimizer
 from hf_compressopt.optim.muon import MuonAdamW
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.trainer_runs import (
     OLD_HOST,
     Run,
@@ -105,9 +105,6 @@ def test_a_torch_without_muon_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         MuonAdamW(small_model())
 
 
-# -- Trainer ----------------------------------------------------------------------------------------------------------
-
-
 def run(tmp_path: Path, options: str | None, **more: Any) -> list[dict[str, Any]]:
     arguments = {"output_dir": str(tmp_path), "optim": "muon", "optim_args": options, "save_strategy": "steps"}
     arguments |= {"save_steps": 4, "learning_rate": 3e-3, "lr_scheduler_type": "linear"}
@@ -128,29 +125,17 @@ def test_trainer_trains_it_compressed_and_resumes_bitwise(tmp_path: Path) -> Non
         assert equal_params(mine["params"], theirs["params"])
 
 
-def by_factory(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+@needs_muon
+@pytest.mark.skipif(OLD_HOST, reason="this transformers has no factories of optimizers")
+@on_ranks(2, timeout=120)
+def test_trainer_takes_it_by_a_factory(rank: int, world_size: int, tmp_path: Path) -> None:
     own = {"optimizer_cls_and_kwargs": (lambda: MuonAdamW, {"lr": 1e-3, "momentum": 0.5})}
-    arguments = {"output_dir": folder, "optim_args": "grad_compression=int4", "max_steps": 2}
+    arguments = {"output_dir": str(tmp_path), "optim_args": "grad_compression=int4", "max_steps": 2}
     trainer = make_trainer(rank, world_size, Run(arguments, extra=own))
     trainer.train()
     groups = trainer.optimizer.optimizer.param_groups
-    ratio = trainer.state.log_history[-2]["compressopt/compression_ratio"]
-    return {"muon": [g["muon"] for g in groups], "momentum": groups[0]["momentum"], "ratio": ratio}
-
-
-@needs_muon
-@pytest.mark.skipif(OLD_HOST, reason="this transformers has no factories of optimizers")
-def test_trainer_takes_it_by_a_factory(tmp_path: Path) -> None:
-    for found in run_ranks(2, by_factory, str(tmp_path), timeout=120):
-        assert found["muon"] == [True, False, False] and found["momentum"] == 0.5 and found["ratio"] > 7
-
-
-def refusal(rank: int, world_size: int, folder: str, options: str) -> str:
-    try:
-        make_trainer(rank, world_size, Run({"output_dir": folder, "optim": "muon", "optim_args": options})).train()
-    except ValueError as error:
-        return str(error)
-    return ""
+    assert [g["muon"] for g in groups] == [True, False, False] and groups[0]["momentum"] == 0.5
+    assert trainer.state.log_history[-2]["compressopt/compression_ratio"] > 7
 
 
 @needs_muon
@@ -161,12 +146,11 @@ def refusal(rank: int, world_size: int, folder: str, options: str) -> str:
         ("momentun=0.9", "MuonAdamW has no option 'momentun': did you mean 'momentum'"),
     ],
 )
-def test_trainer_refuses_by_name(options: str, said: str, tmp_path: Path) -> None:
-    for found in run_ranks(2, refusal, str(tmp_path), options):
-        assert said in found
-
-
-# -- any Muon under the hook ------------------------------------------------------------------------------------------
+@on_ranks(2)
+def test_trainer_refuses_by_name(rank: int, world_size: int, options: str, said: str, tmp_path: Path) -> None:
+    run = Run({"output_dir": str(tmp_path), "optim": "muon", "optim_args": options})
+    with pytest.raises(ValueError, match=said):
+        make_trainer(rank, world_size, run).train()
 
 
 def own_muon(rank: int, world_size: int, compression: str) -> tuple[list[torch.Tensor], float]:

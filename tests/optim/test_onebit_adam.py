@@ -13,22 +13,17 @@ import torch.distributed as dist
 from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam
 from hf_compressopt.kernels import library
 from tests.oracles.cases import (
-    COSINE,
-    MIXED,
-    MIXED_GROUPS,
     ODD,
     Case,
     LambProblem,
     Problem,
     ZeroOneProblem,
-    cosine,
     make_optimizer,
     set_gradients,
 )
 from tests.oracles.steps import (
     bytes_of_a_compressed_step,
     check_low_precision,
-    differences_of_resumes,
     everything,
     problems_of_a_skip,
 )
@@ -165,8 +160,7 @@ def train_embedding(rank, world_size, lr, floor, largest):
 
 @pytest.mark.invariant(36)
 @pytest.mark.parametrize(
-    ("kind", "first_seen"),
-    [(OnebitAdam, None), (OnebitLamb, 11), *((ZeroOneAdam, t) for t in (3, 5, 9, 13))],
+    ("kind", "first_seen"), [(OnebitAdam, None), (OnebitLamb, 11), *((ZeroOneAdam, t) for t in (3, 5, 9, 13))]
 )
 @pytest.mark.parametrize("options", [{}, {"eps": 0.0}, {"weight_decay": 0.1}], ids=str)
 @on_ranks(2)
@@ -199,7 +193,6 @@ def test_parameter_without_variance_keeps_still(rank, world_size, kind, first_se
 @pytest.mark.parametrize("clip", ["sketch", "local"])
 @on_ranks()
 def test_clip_grad_norm(rank, world_size, clip):
-    """Averaged gradients: their norm. Local ones: that of their mean, or sqrt(mean of the squared norms)."""
     p = torch.nn.Parameter(torch.zeros(9))
     optimizer = OnebitAdam([p], freeze_step=1, clip=clip)
     p.grad = torch.ones(9)
@@ -237,10 +230,7 @@ LOCAL, CONNECTED = (Case("skip", groups, {"lr": 0.02, **ZERO_ONE}, steps=24) for
 )
 @on_ranks()
 def test_gradient_that_is_not_finite_skips_the_step_everywhere(rank, world_size, kind, case, steps, clip):
-    """The run goes on as if the step had never been: warmup, the first compressed step, a later one.
-
-    One rank's local NaN is enough in the compressed stage.
-    """
+    """The run goes on as if the step had never been; one rank's local NaN is enough in the compressed stage."""
     for bad_step, bad in steps.items():
         problem = kind(case, world_size, 0)
         assert problems_of_a_skip(problem, rank, bad_step, float(bad), clip) == []
@@ -299,28 +289,6 @@ def test_low_precision_parameters_follow_float32_moments(rank, world_size, dtype
     options, steps = (ZERO_ONE, 24) if kind is ZeroOneProblem else ({}, 8)
     case = Case("low", [{"shapes": ODD}], {"lr": 0.01, "weight_decay": 0.1, **options}, 3, steps)
     check_low_precision(kind(case, world_size, 0), rank, dtype)
-
-
-RESUMED = Case("resume", MIXED_GROUPS, MIXED, lrs=COSINE)
-RESUMED_ZERO_ONE = Case("mixed", MIXED_GROUPS, {"lr": 0.02, **ZERO_ONE, **MIXED}, steps=24, lrs=cosine(0.02, 24))
-
-
-@pytest.mark.invariant(21)
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full), 3])
-@pytest.mark.parametrize("kind", [LambProblem, ZeroOneProblem])
-@on_ranks()
-def test_resume_is_the_uninterrupted_run(rank, world_size, kind, tmp_path):
-    """Saved in every stage, at its end, and inside a local interval; through files and through state dicts.
-
-    Inside an interval the model's file holds the mean, and not this rank's own parameters.
-    """
-    if kind is ZeroOneProblem:
-        case, stops, others = RESUMED_ZERO_ONE, (2, 3, 8, 15, 18, 20), {"var_freeze_step": 9, "local_step_clipper": 2}
-    else:
-        case, stops, others = RESUMED, (2, 4, 5, 9), {"freeze_step": 7}
-    by_dict = (3, 18) if kind is ZeroOneProblem else (2, 5)
-    problem = kind(case, world_size, 0)
-    assert differences_of_resumes(problem, rank, tmp_path, stops, by_dict, {"lr": 0.5, **others}) == []
 
 
 @pytest.mark.skipif(not library.available(torch.device("cpu")), reason="there is no native library to mix with")

@@ -1,7 +1,6 @@
 """The contract of torch optimizers, held by OnebitAdam in each of its stages, and by FusedAdam and Lamb."""
 
 import copy
-import io
 import math
 import warnings
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 from tests.oracles.cases import Case, Problem, flat_params, make_optimizer, set_gradients
 from tests.oracles.steps import same, tensors_in
+from tests.support.family import through_a_file
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 
 FREEZE_STEP = 3
@@ -55,13 +55,6 @@ def train(params, optimizer, first=1, last=STEPS):
 def assert_same(ours, theirs):
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
-
-
-def through_a_file(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 # -- step -------------------------------------------------------------------------------------------------------------
@@ -209,7 +202,6 @@ def test_deepcopy_on_two_ranks(rank, world_size):
 
 
 def steps_of(problem, run, rank, first=1, last=STEPS):
-    """Take steps of an optimizer and its parameters."""
     for t in range(first, last + 1):
         set_gradients(problem, *run, rank, t)
         run[0].step()
@@ -303,7 +295,6 @@ def test_tied_parameter_counts_once():
 
 
 def test_memory_layout_does_not_matter():
-    """Transposed parameters, gradients that are expanded or transposed: the same numbers as contiguous ones."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(4, 6, generator=generator)
     strange, plain = torch.nn.Parameter(values.t().contiguous().t()), torch.nn.Parameter(values.clone())
@@ -483,26 +474,36 @@ def refuse_state(rank, world_size, path):
     assert same(before, tensors_in(optimizer.state_dict()))
 
 
-@pytest.mark.parametrize("fault", ["groups", "shape", "freeze_step missing", "nothing"])
+#: Changes to a state dict, and the classes that refuse it.
+FAULTS = {
+    "groups": (lambda state: state["param_groups"][0].update(params=[0]), (OnebitAdam, FusedAdam)),
+    "shape": (lambda state: state["state"][1].update(exp_avg=torch.zeros(4, 3)), (OnebitAdam, FusedAdam)),
+    "amsgrad": (lambda state: state["param_groups"][0].update(amsgrad=True), (FusedAdam,)),
+    "another optimizer": (
+        lambda state: state["state"].update({1: {"momentum_buffer": torch.ones(3)}}),
+        (FusedAdam,),
+    ),
+    "freeze_step missing": (lambda state: state["compressopt"].clear(), (OnebitAdam,)),
+    "nothing": (dict.clear, (OnebitAdam,)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_state_dict_that_does_not_fit_changes_nothing(fault):
-    params, optimizer = make_one()
-    train(params, optimizer, 1, 2)
-    state = copy.deepcopy(optimizer.state_dict())
-    if fault == "groups":
-        state["param_groups"][0]["params"] = [0]
-    elif fault == "shape":
-        state["state"][1]["exp_avg"] = torch.zeros(4, 3)
-    elif fault == "freeze_step missing":
-        state["compressopt"] = {}
-    else:
-        state = {}
-    fresh_params, fresh = make_one()
-    train(fresh_params, fresh, 1, 1)
-    before = tensors_in(fresh.state_dict())
-    with pytest.raises((ValueError, KeyError)):
-        fresh.load_state_dict(state)
-    assert_same(tensors_in(fresh.state_dict()), before)
-    assert fresh.plan.step == 2
+    change, kinds = FAULTS[fault]
+    for kind in kinds:
+        params, optimizer = make_one(kind=kind)
+        train(params, optimizer, 1, 2)
+        state = copy.deepcopy(optimizer.state_dict())
+        change(state)
+        fresh_params, fresh = make_one(kind=kind)
+        train(fresh_params, fresh, 1, 1)
+        fresh.param_groups[0]["lr"] = 0.25
+        before = tensors_in(fresh.state_dict())
+        with pytest.raises(ValueError if kind is FusedAdam else (ValueError, KeyError)):
+            fresh.load_state_dict(state)
+        assert_same(tensors_in(fresh.state_dict()), before)
+        assert fresh.param_groups[0]["lr"] == 0.25 and (kind is FusedAdam or fresh.plan.step == 2)
 
 
 @pytest.mark.invariant(2)

@@ -1,6 +1,7 @@
 """What optimizers and compressed gradients refuse when they are made: the message names value, range and remedy."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 from torch import nn
 
 import hf_compressopt
+from hf_compressopt import OnebitAdam
 from hf_compressopt.optim.agreement import NOISE
 from hf_compressopt.optim.late import LATE_CLIP
 from hf_compressopt.optim.state import check_tensors
 from hf_compressopt.schedules import OnebitSchedule
+from tests.oracles.steps import same, tensors_in
+from tests.support.harness import on_ranks
 
 BITS = "warmup_bits must be one of [4, 8, 16, 32]"
 CLIP = "clip must be one of ['sketch', 'local'], got 'late', which only OnebitAdam"
@@ -141,3 +145,31 @@ def test_tensors_that_no_run_has_saved_are_refused(name: str, count: int) -> Non
     for tensor in (torch.zeros(count), torch.zeros(count + 1, dtype=torch.float64)):
         with pytest.raises(ValueError, match=rf"'{name}' must be float64 \[{count}\]"):
             check_tensors({name: tensor}, OnebitSchedule(freeze_step=5))
+
+
+BAD = {
+    "complex": (lambda p: torch.zeros(p.shape, dtype=torch.complex64), "complex64; legal are real floating-point"),
+    "float64": (lambda p: torch.zeros(p.shape, dtype=torch.float64), "torch.float64; legal are"),
+    "sparse": (lambda p: torch.ones(p.shape).to_sparse(), "is sparse (torch.sparse_coo); only dense gradients"),
+    "integer": (lambda p: torch.zeros(p.shape, dtype=torch.int32), "int32; legal are real floating-point"),
+    "shape": (lambda p: torch.zeros(3), "has shape (3,); legal is the parameter's, (5, 4)"),
+    "device": (lambda p: torch.zeros(p.shape, device="meta"), "is on meta, its parameter on cpu"),
+    "memory": (lambda p: torch._to_functional_tensor(torch.ones(p.shape)), "must hold its values in dense memory"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("steps", [0, 3], ids=["warmup", "compressed"])
+@on_ranks(2)
+def test_a_bad_gradient_on_one_rank_is_an_error_on_all(rank: int, world_size: int, kind: str, steps: int) -> None:
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(5, 4))
+    optimizer = OnebitAdam([("layer.weight", p)], freeze_step=2, scale_block=8)
+    for step in range(steps):
+        optimizer.step(grads=[torch.full_like(p, 1.0 + step)])
+    before = tensors_in([p, optimizer.state_dict()])
+    bad, words = BAD[kind]
+    said = f"the gradient of layer.weight .*{re.escape(words)}" if rank else r"^1 other rank\(s\)"
+    with pytest.raises((TypeError, ValueError) if rank else RuntimeError, match=said):
+        optimizer.step(grads=[bad(p) if rank else torch.ones_like(p)])
+    assert same(before, tensors_in([p, optimizer.state_dict()])) and optimizer.metrics()["step"] == steps

@@ -126,9 +126,6 @@ def test_a_variance_that_8_bits_hold_as_0_is_none(name: str) -> None:
         assert torch.equal(params[1], before[1]) is not moves, state
 
 
-# -- small tensors beside larger gradients ----------------------------------------------------------------------------
-
-
 def train_beside_larger(rank: int, world_size: int, name: str, options: dict[str, Any], ratio: float) -> dict[str, Any]:
     """A norm's 32 values, and a score head, lie beside matrices whose gradients are far larger."""
     torch.manual_seed(0)

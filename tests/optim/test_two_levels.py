@@ -29,8 +29,6 @@ from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 Form = tuple[str, str]  # the optimizer, form of the state
 
 
-# -- one run of two nodes of two ranks --------------------------------------------------------------------------------
-
 NUMEL = sum(int(np.prod(shape)) for shape in SHAPES)
 FREEZE = 3
 # the second half is that of the long tests
@@ -156,9 +154,6 @@ def test_resumes_bit_for_bit_and_in_any_other_topology(forms: list[Form], tmp_pa
             check_loaded(saved, results[0], rounding)
     for options, world_size in (({"node_size": 2}, 4), ({"node_size": 3}, 3)):
         check_loaded(flat[0], run_ranks(world_size, loads, forms, str(tmp_path), ["flat"], options)[0], rounding)
-
-
-# -- gradients on their way -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", [pytest.param("float32", marks=pytest.mark.full), "compact"])

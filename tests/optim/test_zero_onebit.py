@@ -11,14 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt import (
-    GradScaler,
-    OnebitAdam,
-    attach_ddp,
-    average_gradients,
-    load_state,
-    save_state,
-)
+from hf_compressopt import GradScaler, OnebitAdam, attach_ddp, average_gradients, load_state, save_state
 from hf_compressopt.optim import sharded
 from hf_compressopt.optim.group import mean_variance_norm
 from tests.checkpoint.test_resharding import stored
@@ -116,8 +109,7 @@ def whole_moments(rank: int, params: list[nn.Parameter], optimizer: OnebitAdam) 
     return found
 
 
-@pytest.mark.invariant(20)
-@pytest.mark.invariant(21)
+@pytest.mark.invariant(20, 21)
 @pytest.mark.parametrize(("world_size", "stage"), [pytest.param(2, 1, marks=pytest.mark.full), (3, 1), (2, 2)])
 @on_ranks()
 def test_copies_state_dicts_and_checkpoints_go_on(rank: int, world_size: int, stage: int, tmp_path: Path) -> None:
@@ -142,17 +134,17 @@ def test_copies_state_dicts_and_checkpoints_go_on(rank: int, world_size: int, st
         assert all(same(everything(*runs[0]), everything(*run)) for run in runs[1:])
 
 
-def save_both(rank: int, world_size: int, folder: str, stop: int) -> list[torch.Tensor]:
-    params, optimizer = make(rank, stop, **ZERO)
+def save_both(rank: int, world_size: int, folder: str, stop: int, stage: int) -> list[torch.Tensor]:
+    params, optimizer = make(rank, stop, zero_stage=stage)
     save_state(optimizer, f"{folder}/zero")
     save_state(make(rank, stop)[1], f"{folder}/plain")
     return whole_moments(rank, params, optimizer)
 
 
-def load_all(rank: int, world_size: int, folder: str, stop: int, saved_by: int) -> list[torch.Tensor]:
-    """Load with and without zero_stage."""
+def load_all(rank: int, world_size: int, folder: str, stop: int, stage: int, saved_by: int) -> list[torch.Tensor]:
+    zero: Any = {"zero_stage": stage}
     found = []
-    for source, options in (("zero", ZERO), ("zero", {}), ("plain", ZERO), ("plain", {})):
+    for source, options in (("zero", zero), ("zero", {}), ("plain", zero), ("plain", {})):
         params, optimizer = make(rank, 0, **options)
         load_state(optimizer, f"{folder}/{source}")
         found.append(whole_moments(rank, params, optimizer))
@@ -165,22 +157,26 @@ def load_all(rank: int, world_size: int, folder: str, stop: int, saved_by: int) 
     adamw = torch.optim.AdamW(params)
     load_state(adamw, f"{folder}/zero")
     assert all(entry["exp_avg"].isfinite().all() for entry in adamw.state.values())
-    zero, without, of_plain, plain = found
-    assert same(zero, without) and same(of_plain, plain)
-    return zero
+    assert same(found[0], found[1]) and same(found[2], found[3])
+    return found[0]
 
 
 @pytest.mark.invariant(22)
 @pytest.mark.parametrize(
-    ("stop", "saved_by"),
-    [(2, 3), (5, 2), (5, 3), *(pytest.param(*row, marks=pytest.mark.full) for row in [(2, 1), (2, 2), (5, 1)])],
+    ("stop", "stage", "saved_by"),
+    [
+        *((2, 1, 3), (5, 1, 2), (2, 2, 3), (5, 2, 3)),
+        *(pytest.param(stop, 1, ranks, marks=pytest.mark.full) for stop, ranks in [(2, 1), (2, 2), (5, 1), (5, 3)]),
+    ],
 )
-def test_any_number_of_ranks_loads_with_and_without_zero(saved_by: int, stop: int, tmp_path: Path) -> None:
-    saved = run_ranks(saved_by, save_both, str(tmp_path), stop)
+def test_any_number_of_ranks_loads_with_and_without_zero(saved_by: int, stage: int, stop: int, tmp_path: Path) -> None:
+    saved = run_ranks(saved_by, save_both, str(tmp_path), stop, stage)
     if stop < 3:
-        assert stored(tmp_path / "zero").keys() == stored(tmp_path / "plain").keys()
+        zero, plain = (stored(tmp_path / name).keys() for name in ("zero", "plain"))
+        assert zero - {"optimizer/late_clip"} == plain
     for loaded_by in (1, 2, 4):
-        assert all(same(zero, saved[0]) for zero in run_ranks(loaded_by, load_all, str(tmp_path), stop, saved_by))
+        for moments in run_ranks(loaded_by, load_all, str(tmp_path), stop, stage, saved_by):
+            assert same(moments, saved[0])
 
 
 @pytest.mark.invariant(13)
@@ -285,23 +281,36 @@ def test_under_ddp(rank: int, world_size: int) -> None:
     assert "zero_stage=1" in optimizer.describe()
 
 
+@pytest.mark.parametrize("stage", [1, 2])
 @on_ranks(3)
-def test_unusual_groups(rank: int, world_size: int) -> None:
-    """Groups without elements, groups that come later, and a state that moves to another device."""
+def test_unusual_groups(rank: int, world_size: int, stage: int) -> None:
+    """No elements, groups that come later, an optimizer that follows another one, copies, and another device."""
+    zero: dict[str, Any] = {"zero_stage": stage}
     empty = [nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3, 0))]
-    optimizer = OnebitAdam([{"params": empty}, {"params": []}], freeze_step=2, **ZERO)
+    nothing = OnebitAdam([{"params": empty}, {"params": []}], freeze_step=2, **zero)
     others = [nn.Parameter(torch.ones(count)) for count in (2, 3, 4)]
-    mixed = OnebitAdam([{"params": others[:1]}, {"params": others[1:2], "non_freeze": True}], freeze_step=2, **ZERO)
+    replaced = OnebitAdam(others, **zero)
+    mixed = OnebitAdam([{"params": others[:1]}, {"params": others[1:2], "non_freeze": True}], freeze_step=2, **zero)
     mixed.add_param_group({"params": others[2:]})
     assert [state.moments.shards is None for state in mixed._states] == [False, True, False]
     for _ in range(4):
-        for p in (*empty, *others):
-            p.grad = torch.ones_like(p)
-        optimizer.step()
+        sum(p.sum() for p in (*empty, *others)).backward()
+        assert [p.grad is None for p in (*others, *empty)] == [stage == 2, False, stage == 2, stage == 2, stage == 2]
+        nothing.step()
         mixed.step()
+        nothing.zero_grad()
+        mixed.zero_grad()
+    assert stage == 1 or not replaced.freed.have_left  # type: ignore[union-attr]
     assert all(torch.allclose(p, p.new_full((), 1 - 4e-3), atol=1e-5) for p in others)
-    assert all(state.moments.shards is None for state in (*optimizer._states, *mixed._states))
-    (state,) = make(rank, 2, **ZERO)[1]._states
+    assert all(state.moments.shards is None for state in (*nothing._states, *mixed._states))
+    copied_params, copied = copy.deepcopy((others, mixed))
+    for params, optimizer in ((others, mixed), (copied_params, copied)):
+        for _ in range(2):
+            sum(p.sum() * (rank + 1) for p in params).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(others, copied_params)  # type: ignore[arg-type]
+    (state,) = make(rank, 2, **zero)[1]._states
     state.to(torch.device("meta"))
     assert {moment.device.type for moment in state.moments.shards.exp_avg + state.moments.shards.exp_avg_sq} == {"meta"}
 

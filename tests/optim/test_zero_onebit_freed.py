@@ -25,7 +25,7 @@ from tests.oracles.steps import same
 from tests.support.ddp_runs import CLIP, FREEZE, STEPS, Net, backward, end_step, loss_of, make, scaler_of
 from tests.support.family import assign, go_on
 from tests.support.family import make as make_by_hand
-from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
+from tests.support.harness import on_ranks, same_on_all_ranks
 from tests.support.spreading import Share
 
 ZERO = {"zero_stage": 2}
@@ -170,7 +170,6 @@ class Alive(TorchDispatchMode):
         return out
 
     def now(self) -> int:
-        """Bytes that are alive now."""
         self.storages = {key: row for key, row in self.storages.items() if not row[0].expired()}
         return sum(nbytes for _, nbytes in self.storages.values())
 
@@ -244,26 +243,6 @@ def test_stages_1_and_2_load_each_other(rank: int, world_size: int, tmp_path: Pa
         dist.barrier()
 
 
-def save_here(rank: int, world_size: int, folder: str) -> None:
-    for stop in (2, 5):
-        save_state(make_by_hand(rank, stop, **ZERO)[1], f"{folder}/{stop}")
-
-
-def elastic(rank: int, world_size: int, folder: str) -> None:
-    for stop in (2, 5):
-        params, optimizer = make_by_hand(rank, 0, **ZERO)
-        load_state(optimizer, f"{folder}/{stop}")
-        go_on(rank, params, optimizer, range(stop, stop + 3))
-        assert same_on_all_ranks(params) and all(p.isfinite().all() for p in params)
-
-
-@pytest.mark.invariant(22)
-def test_another_number_of_ranks(tmp_path: Path) -> None:
-    run_ranks(3, save_here, str(tmp_path))
-    for ranks in (1, 2, 4):
-        run_ranks(ranks, elastic, str(tmp_path))
-
-
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
@@ -302,7 +281,6 @@ def _raise(grad: torch.Tensor) -> torch.Tensor:
 
 @on_ranks(2)
 def test_what_is_thrown_away_leaves_no_trace(rank: int, world_size: int) -> None:
-    """zero_grad(), gradients that are given, and a backward that raises leave no trace."""
     runs = []
     for abandon in (False, True):
         net, optimizer = make("sketch", CLIP, **ZERO)
@@ -414,29 +392,7 @@ def test_a_loss_scale_that_is_not_known(rank: int, world_size: int) -> None:
 
 
 @on_ranks(3)
-def test_unusual_groups(rank: int, world_size: int) -> None:
-    """Groups without elements, groups that come later, an optimizer that follows another one, and copies."""
-    empty = [nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3, 0))]
-    nothing = OnebitAdam([{"params": empty}, {"params": []}], freeze_step=2, **ZERO)
-    others = [nn.Parameter(torch.ones(count)) for count in (2, 3, 4)]
-    replaced = OnebitAdam(others, **ZERO)
-    mixed = OnebitAdam([{"params": others[:1]}, {"params": others[1:2], "non_freeze": True}], freeze_step=2, **ZERO)
-    mixed.add_param_group({"params": others[2:]})
-    for _ in range(4):
-        sum(p.sum() for p in (*empty, *others)).backward()
-        assert [p.grad is None for p in others] == [True, False, True] and all(p.grad is None for p in empty)
-        nothing.step()
-        mixed.step()
-        mixed.zero_grad()
-    assert not replaced.freed.have_left  # type: ignore[union-attr]
-    assert all(torch.allclose(p, p.new_full((), 1 - 4e-3), atol=1e-5) for p in others)
-    copied_params, copied = copy.deepcopy((others, mixed))
-    for params, optimizer in ((others, mixed), (copied_params, copied)):
-        for _ in range(2):
-            sum(p.sum() * (rank + 1) for p in params).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert same(others, copied_params)  # type: ignore[arg-type]
+def test_a_process_group_of_its_own(rank: int, world_size: int) -> None:
     own, ends = dist.new_group(list(range(world_size))), []
     for stage in (1, 2):
         params = [nn.Parameter(torch.arange(1.0, 40)), nn.Parameter(torch.arange(1.0, 30))]

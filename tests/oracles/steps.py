@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_compressopt import average_gradients, load_state, save_state
+from hf_compressopt import average_gradients
 from tests.oracles.cases import Problem, flat_params, give, make_optimizer, set_gradients, set_rates
 from tests.oracles.simulation import chunk_bounds
 from tests.support.harness import same_on_all_ranks
@@ -93,46 +93,6 @@ def problems_of_a_skip(
         problems += [f"step {t} was skipped"] if disturbed.step_was_skipped is not False else []
     problems += [f"{key} differs" for key in different(everything(disturbed, params), everything(undisturbed, others))]
     return [f"{bad} in step {bad_step}: {text}" for text in problems]
-
-
-def differences_of_resumes(
-    problem: Problem,
-    rank: int,
-    directory: Any,
-    stops: tuple[int, ...],
-    by_dict: tuple[int, ...],
-    others: dict[str, Any],
-) -> list[Any]:
-    """Resume from files, at the stops ``by_dict`` from state dicts too; list what differs from the run nobody stopped.
-
-    The model's file holds the mean of the ranks' parameters. ``others``: options that the state has to replace.
-    """
-    whole, params = make_optimizer(problem)
-    saved = {}
-    for t in range(1, problem.case.steps + 1):
-        set_gradients(problem, whole, params, rank, t)
-        whole.step()
-        if t in stops:
-            save_state(whole, f"{directory}/{t}")
-            with whole.averaged_parameters():
-                mean = copy.deepcopy(params)
-            saved[t] = copy.deepcopy((whole.state_dict(), params)), mean
-    expected, differences = everything(whole, params), []
-    for at, ((state_dict, own), mean) in saved.items():
-        for way in ("files", "state dict") if at in by_dict else ("files",):
-            optimizer, params = make_optimizer(problem, **others)
-            with torch.no_grad():
-                for group, row in zip(params, mean if way == "files" else own, strict=True):
-                    for p, value in zip(group, row, strict=True):
-                        p.copy_(value)
-            load_state(optimizer, f"{directory}/{at}") if way == "files" else optimizer.load_state_dict(state_dict)
-            if flat_params(own).tobytes() != flat_params(params).tobytes():
-                differences.append((at, way, "parameters"))
-            for t in range(at + 1, problem.case.steps + 1):
-                set_gradients(problem, optimizer, params, rank, t)
-                optimizer.step()
-            differences += [(at, way, key) for key in different(expected, everything(optimizer, params))]
-    return differences
 
 
 def check_low_precision(problem: Problem, rank: int, dtype: torch.dtype) -> None:

@@ -28,7 +28,6 @@ FILES = [*sorted(RESULTS.glob("network*.json")), RESULTS / "avx512.json"]
 ROWS = [{**row, "file": file.stem} for file in FILES for row in json.loads(file.read_text())]
 METHODS = {"ddp", "fp16", "int4", "int8", "zero2", "zero2_int4", "onebit_adam", "zero_one_adam", "onebit_lamb"}
 METHODS |= {"onebit_adam_zero2"}
-SLOW = Cluster(nodes=4, gpus_per_node=8, bandwidth=1e9, local_bandwidth=1e11, latency=0.0)
 SMALL = Training(params=100_000_000, compute_seconds=0.5)
 
 

@@ -12,14 +12,7 @@ from tests.support.launching import REPO_ROOT, run
 SCRIPT = str(REPO_ROOT / "scripts" / "benchmark_host.py")
 KINDS = ["OnebitAdam", "ZeroOneAdam", "OnebitLamb", "int4 gradients", "DDP", "DDP, int4 gradients", "ZeRO-2"]
 #: 0/1 Adam clips a local step by this rank's norm, and a sync, as in this step, has a message. It reads the noise, too.
-WAITS = {
-    "OnebitAdam": 1,
-    "ZeroOneAdam": 3,
-    "OnebitLamb": 1,
-    "int4 gradients": 1,
-    "DDP, int4 gradients": 1,
-    "ZeRO-2": 1,
-}
+WAITS = {"OnebitAdam": 1, "ZeroOneAdam": 3, "OnebitLamb": 1, "int4 gradients": 1, "DDP, int4 gradients": 1, "ZeRO-2": 1}
 
 
 def found(path: Path, *words: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_compressopt
-from tests.support.trainer_runs import small_model, tokens
+from tests.support.trainer_runs import small_model, tokens, trainer_arguments
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     *((name, {"freeze_step": 3}) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")),
@@ -127,26 +127,13 @@ class DeviceSuite:
 
     @pytest.mark.parametrize("optim", ["onebit_adam", "fused_adam"])
     def test_trainer_in_bf16(self, device: torch.device, optim: str, tmp_path: Path) -> None:
-        from transformers import Trainer, TrainingArguments
+        from transformers import Trainer
 
         hf_compressopt.register()
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path),
-            bf16=True,
-            use_cpu=device.type == "cpu",
-            max_steps=6,
-            per_device_train_batch_size=4,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            **hf_arguments(optim),
-        )
+        own = {"optim": optim, **({"optim_args": "freeze_step=3"} if optim == "onebit_adam" else {})}
+        own |= {"bf16": True, "use_cpu": device.type == "cpu", "per_device_train_batch_size": 4}
+        arguments = trainer_arguments(output_dir=str(tmp_path), max_steps=6, **own)
         trainer = Trainer(model=small_model(), args=arguments, train_dataset=tokens())
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         assert len(losses) == 6 and losses[-1] < losses[0]
-
-
-def hf_arguments(optim: str) -> dict[str, Any]:
-    options = {"onebit_adam": "freeze_step=3"}.get(optim, "")
-    return {"optim": optim, "optim_args": options} if options else {"optim": optim}

@@ -8,8 +8,6 @@ from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce,
 
 
 def zero_feedback(numel: int, ranks: Communicator, *, compact: bool = False) -> ErrorFeedback:
-    """Errors of 0 of a bucket."""
-
     def zeros(count: int, chunks: int = 1) -> kernels.Errors:
         return kernels.CompactErrors.zeros(count, chunks) if compact else torch.zeros(count)
 

@@ -15,11 +15,7 @@ TRANSFORMERS = ["transformers.trainer", "transformers.models.gpt2.modeling_gpt2"
 
 
 def forked(target: Callable[..., None], *args: Any, daemon: bool = True) -> BaseProcess:
-    """Start a process that calls the module-level function, has this one's environment, and ends with this one.
-
-    With daemon=False it may start processes, and outlives this one unless it is waited for.
-    The first call starts the server, which imports transformers only if tests of Trainer have been collected.
-    """
+    """Start a process that calls the module-level function and, with daemon=True, ends with this one."""
     context = multiprocessing.get_context("forkserver")
     trainer = any(name.startswith(("tests.integrations.", "tests.support.trainer_runs")) for name in sys.modules)
     context.set_forkserver_preload(TORCH + TRANSFORMERS if trainer else TORCH)

@@ -57,10 +57,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
 
 
 def on_ranks(*world_sizes: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of `fn(rank, world_size, ...)`, which the ranks run; its further arguments are pytest's.
-
-    Without world sizes `world_size` is pytest's too.
-    """
+    """Make a test of `fn(rank, world_size, ...)` on ranks; without world sizes `world_size` is pytest's too."""
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
         def test(**given: Any) -> None:

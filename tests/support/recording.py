@@ -34,10 +34,7 @@ class Recording(TorchCommunicator):
 def events_of_backward(
     attach: Callable[[DistributedDataParallel, Recording], Callable[[], Any]], steps: int = 2
 ) -> list[str]:
-    """ "gradient" and "message" in the order of the last step, in which DDP has built its buckets anew.
-
-    attach: Connects the model with what compresses, over this communicator; returns what ends a step.
-    """
+    """ "gradient" and "message" in the order of the last step; ``attach`` returns what ends a step."""
     events: list[str] = []
     net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     ddp = DistributedDataParallel(net, bucket_cap_mb=CAP)

@@ -22,10 +22,7 @@ class Share:
 
 
 def spread(*whole: int, shared: tuple[int, ...]) -> list[Any]:
-    """Parameters (world_size, share): all cases on ``whole`` ranks, and each case on one number of ``shared``.
-
-    The long tests take the cases on the other numbers.
-    """
+    """Parameters (world_size, share): all cases on ``whole`` ranks, each on one of ``shared``, rest in long tests."""
     rows = [pytest.param(ranks, Share(0, 1), id=f"{ranks}") for ranks in whole]
     for place, ranks in enumerate(shared):
         rows.append(pytest.param(ranks, Share(place, len(shared)), id=f"{ranks}-share"))

@@ -47,10 +47,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no_clipping": ({"max_grad_norm": 0.0}, {}),
     "bf16_autocast": ({"bf16": True}, {}),
     "gradient_checkpointing": ({"gradient_checkpointing": True}, {}),
-    "reentrant": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        {},
-    ),
+    "reentrant": ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, {}),
     "torch_compile": ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, {}),
     "find_unused_parameters": ({"ddp_find_unused_parameters": True}, {"unused": True}),
     "no_find_unused_parameters": ({"ddp_find_unused_parameters": False}, {}),
@@ -115,9 +112,17 @@ def tokens(count: int = EXAMPLES) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
+def trainer_arguments(**given: Any) -> Any:
+    """TrainingArguments on CPUs that log every step and save nothing."""
+    from transformers import TrainingArguments
+
+    quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+    return TrainingArguments(**{"per_device_train_batch_size": 2, **quiet, **given})
+
+
 def make_trainer(rank: int, world_size: int, run: Run) -> Any:
     use_accelerate(rank, world_size)
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback
 
     import hf_compressopt.auto  # noqa: F401
     from hf_compressopt import OnebitAdam
@@ -159,19 +164,9 @@ def make_trainer(rank: int, world_size: int, run: Run) -> Any:
                 handle.remove()
             return loss
 
-    defaults = {
-        "report_to": "none",
-        "use_cpu": True,
-        "per_device_train_batch_size": 2,
-        "max_steps": 8,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "learning_rate": 1e-2,
-        "weight_decay": 0.05,
-        "disable_tqdm": True,
-        "seed": 3,
-    }
-    args = TrainingArguments(**{**defaults, **run.arguments})
+    args = trainer_arguments(
+        **{"max_steps": 8, "learning_rate": 1e-2, "weight_decay": 0.05, "seed": 3, **run.arguments}
+    )
     model = small_model(run.unused, run.dropout)
     if run.frozen:
         model.transformer.h[0].requires_grad_(False)
@@ -200,8 +195,11 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     if run.twice:
         trainer.train()
     inner = innermost(trainer.optimizer)
+    params, masters = [p for p in trainer.model.parameters() if p.requires_grad], getattr(inner, "get_full_param", None)
     return {
         "params": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+        "settled": masters is None or all([torch.equal(p, masters(p)) for p in params]),
+        "described": inner.describe() if hasattr(inner, "describe") else "",
         "alike": trainer.watch.alike,
         "rows": trainer.watch.rows,
         "history": trainer.state.log_history,
@@ -225,9 +223,6 @@ def logged(result: dict[str, Any], name: str) -> list[Any]:
 
 def losses(result: dict[str, Any]) -> list[float]:
     return logged(result, "loss")
-
-
-# -- Accelerate without Trainer ----------------------------------------------------------------------------------------
 
 
 def network() -> nn.Module:

@@ -9,17 +9,7 @@ from torch import Tensor, nn
 from hf_compressopt import Lamb, ZeroConfig, ZeroOptimizer, estimate_zero_memory
 from hf_compressopt.zero.memory import memory_report, release_memory
 from tests.support.harness import on_ranks
-from tests.support.zero_runs import (
-    Case,
-    Net,
-    averaged,
-    bits,
-    different,
-    gradients,
-    loss_of,
-    train_plain,
-    train_zero,
-)
+from tests.support.zero_runs import Case, Net, averaged, bits, different, gradients, loss_of, train_plain, train_zero
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

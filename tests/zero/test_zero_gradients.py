@@ -1,7 +1,6 @@
 """Gradients in ZeroOptimizer: graphs of all kinds, faults, overlap, memory, groups."""
 
 import copy
-import io
 import os
 import pickle
 import time
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_compressopt import GradScaler, ZeroOptimizer
 from hf_compressopt.collectives import exchange
 from hf_compressopt.flat import FLOAT_BYTES
+from tests.support.family import through_a_file
 from tests.support.harness import _pool, on_ranks, run_ranks, run_ranks_expecting_error, run_ranks_of_which_one_dies
 from tests.support.trainer_runs import same_on_all_ranks
 from tests.support.zero_runs import (
@@ -93,7 +93,6 @@ def test_both_kinds_of_checkpointing(world_size: int) -> None:
 
 @on_ranks(2, 4)
 def test_messages_leave_while_backward_runs_and_whole_gradients_never_exist(rank: int, world_size: int) -> None:
-    """At each gradient that arrives: the messages that have left, and the elements of gradients that are alive."""
     model, bucket = Stack(layers=16), 2 * 32 * 33
     with mock.patch.object(exchange, "TOGETHER", 1):
         optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, reduce_bucket_size=bucket)
@@ -251,13 +250,9 @@ def _closure(model: nn.Module, optimizer: Any, rank: int, calls: list[str], part
     return loss
 
 
-@pytest.mark.invariant(3)
-@pytest.mark.invariant(10)
-@pytest.mark.invariant(11)
-@pytest.mark.invariant(19)
+@pytest.mark.invariant(3, 10, 11, 19)
 @on_ranks(2)
 def test_groups_added_later_closures_schedulers_and_hooks(rank: int, world_size: int) -> None:
-    """add_param_group, a tensor lr, a scheduler, a closure and hooks, beside the plain optimizer."""
     results = []
     for partitioned in (False, True):
         model = Stack(layers=3)
@@ -284,13 +279,11 @@ def test_groups_added_later_closures_schedulers_and_hooks(rank: int, world_size:
     assert not list(different(*results))
 
 
-def saved(pair: Any) -> Any:
-    torch.save(pair, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda pair: pickle.loads(pickle.dumps(pair)), "torch.save": saved}
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+    "torch.save": partial(through_a_file, weights_only=False),
+}
 
 
 @pytest.mark.invariant(20)

@@ -155,7 +155,6 @@ def test_two_optimizers_in_one_backward_do_not_mix_their_gradients(
 
 @on_ranks(2)
 def test_generator_and_discriminator(rank: int, world_size: int) -> None:
-    """Generator and discriminator, as GANs train them: one after another, with a graph through both."""
     results = []
     for options in ({"reduce_bucket_size": 300}, {}):
         generator, discriminator = models = [net(1), net(2)]

@@ -142,9 +142,6 @@ def test_state_loads_into_another_state_dtype(rank: int, world_size: int, tmp_pa
         assert {state["exp_avg"].dtype for state in states if state} == {wanted}
 
 
-# -- small messages: masters, parameters that lag behind them, and errors ---------------------------------------------
-
-
 def masters_of(model: Net, optimizer: ZeroOptimizer) -> list[Tensor]:
     return [optimizer.get_full_param(p) for p in model.parameters() if p.requires_grad]
 
@@ -257,9 +254,6 @@ def test_masters_cross_over_to_adamw_and_back(rank: int, world_size: int, tmp_pa
     masters = masters_of(model, optimizer)
     assert list(different(masters, masters_of(other_model, other))) == []
     assert list(different([m.bfloat16() for m in masters], trained(other_model))) == []
-
-
-# -- state that a checkpoint cannot hold is refused at the save, and numbers keep their kind --------------------------
 
 
 class Odd(torch.optim.Optimizer):

@@ -1,0 +1,307 @@
+"""Partitioned optimizers in Trainer and Accelerate: ZeRO, its small messages, and OnebitAdam under ZeRO."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, ZeroOptimizer, attach
+from hf_compressopt.amp import innermost
+from tests.integrations.test_accelerate import loop as accelerate_loop
+from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
+from tests.support.spreading import short
+from tests.support.trainer_runs import (
+    VARIANTS,
+    Run,
+    equal_params,
+    loads_optimizer_pt,
+    logged,
+    losses,
+    network,
+    train,
+    train_all,
+    use_accelerate,
+)
+
+STEPS = 6
+
+
+def make(how: str) -> tuple[Any, ...]:
+    from accelerate import Accelerator
+
+    torch.manual_seed(int(os.environ["RANK"]))  # prepare() is to make the models alike, as DDP does
+    model = network()
+    options: dict[str, Any] = {"cpu": True, "step_scheduler_with_optimizer": False, "gradient_accumulation_steps": 2}
+    if how == "ddp":
+        accelerator: Any = Accelerator(**options)
+        optimizer: Any = torch.optim.Adagrad(model.parameters(), lr=1e-2)
+    elif how.startswith("plugin"):
+        plugin = CompressOptPlugin(zero_stage=int(how[-1]), bucket_cap_mb=0.001)
+        accelerator = CompressOptAccelerator(compressopt_plugin=plugin, **options)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-2)
+    else:
+        accelerator = attach(Accelerator(**options))
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.Adagrad, lr=1e-2, loss_scale=8.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    if how == "optimizer first":
+        optimizer = accelerator.prepare(optimizer)
+        return accelerator, accelerator.prepare(model), optimizer, accelerator.prepare(scheduler)
+    return (accelerator, *accelerator.prepare(model, optimizer, scheduler))
+
+
+def loop(rank: int, world_size: int, how: str, directory: str = "", resume: bool = False) -> dict[str, Any]:
+    save_at, resume_at = 3 * bool(directory and not resume), 3 * resume
+    found = accelerate_loop(rank, world_size, how, directory, save_at, resume_at, make, STEPS)
+    assert all(found["alike"])
+    return found
+
+
+def test_every_way_in_gives_ddps_numbers(tmp_path: Path) -> None:
+    ways = ["ddp", "plugin1", "plugin2", "together", "optimizer first"]
+    found = {how: run_ranks(2, loop, how)[0] for how in ways}
+    plain = found.pop("ddp")
+    for how, result in found.items():
+        assert result["class"] == "ZeroOptimizer" and result["lr"] == plain["lr"], how
+        for name, value in plain["params"].items():
+            torch.testing.assert_close(result["params"][name], value, rtol=0, atol=1e-6)
+        assert result["logged"][-1]["compressopt/zero_stage"] == (1.0 if how == "plugin1" else 2.0)
+    # stage 1 holds whole gradients over the two micro-batches, stage 2 sends those of each
+    assert found["plugin2"]["messages"] == 2 * found["plugin1"]["messages"]
+
+
+@pytest.mark.parametrize("how", ["plugin1", "optimizer first"])
+def test_save_state_and_load_state(how: str, tmp_path: Path) -> None:
+    whole = run_ranks(2, loop, how, str(tmp_path))
+    assert (tmp_path / "3" / "compressopt.index.json").is_file()
+    resumed = run_ranks(2, loop, how, str(tmp_path), True)
+    assert equal_params(whole[0]["params"], resumed[0]["params"])
+
+
+@on_ranks(2)
+def test_what_cannot_be_had_is_refused(rank: int, world_size: int) -> None:
+    def half(model: nn.Module, accelerator: Any) -> list[Any]:
+        adamw = torch.optim.AdamW(model[2].parameters())
+        return [model, ZeroOptimizer(model[0].parameters(), torch.optim.AdamW), adamw]
+
+    def model_first(model: nn.Module, accelerator: Any) -> list[Any]:
+        return [accelerator.prepare(model), ZeroOptimizer(model.parameters(), torch.optim.AdamW)]
+
+    for plugin, objects, message in (
+        (None, half, "nobody would average"),
+        (None, lambda *given: half(*given)[::-1], "nobody would average"),
+        (None, model_first, "give both to one prepare"),
+        (2, lambda model, _: [torch.optim.LBFGS(model.parameters())], "LBFGS cannot be partitioned"),
+    ):
+        use_accelerate(rank, world_size)
+        own = CompressOptPlugin(zero_stage=plugin) if plugin else None
+        accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=own)
+        with pytest.raises(ValueError, match=message):
+            accelerator.prepare(*objects(network(), accelerator))
+
+
+#: Of VARIANTS; the second ones are for the long tests.
+SHORT = ("plain", "accumulation", "gradient_checkpointing", "find_unused_parameters", "scaler")
+EACH = (*SHORT, "clipping", "bf16_autocast", "reentrant", "torch_compile", "partly_frozen", "evaluate_before_train")
+
+
+@pytest.mark.parametrize("name", short(EACH, SHORT))
+def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Path) -> None:
+    arguments, more = VARIANTS[name]
+    arguments = {"output_dir": str(tmp_path), "max_steps": 6, "learning_rate": 1e-3, **arguments}
+    runs = [
+        Run(arguments, **{**more, "evaluate_first": False}),
+        Run({**arguments, "optim": "zero1_adamw"}, **more),
+        Run({**arguments, "optim": "zero2_adamw", "optim_args": "reduce_bucket_size=3000"}, **more),
+    ]
+    plain, *partitioned = run_ranks(2, train_all, *runs, timeout=240)[0]
+    assert plain["optimizer"] == "AdamW" and plain["model_class"] == "DistributedDataParallel"
+    for result in partitioned:
+        assert result["fused"] == plain["fused"] is True
+        assert result["optimizer"] == "ZeroOptimizer" and result["model_class"] != "DistributedDataParallel"
+        # a norm of shards is rounded in another way than torch's: a clipped step may differ in its last bit
+        assert losses(result) == pytest.approx(losses(plain), abs=5e-7) and len(losses(plain)) == 6
+        assert [f"{loss:.4g}" for loss in losses(result)] == [f"{loss:.4g}" for loss in losses(plain)]
+        assert result["alike"] == [True] * 6
+        worst = max(float((result["params"][k] - v).abs().max()) for k, v in plain["params"].items() if v.numel())
+        assert worst <= (1e-5 if name == "bf16_autocast" else 1e-6), worst
+        if name == "scaler":
+            continue  # Accelerate's own reports the norm of scaled gradients here
+        norms = [logged(r, "grad_norm") for r in (result, plain)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
+    arguments = {"output_dir": str(tmp_path), "optim": "zero2_adamw", "max_grad_norm": 0.0}
+    for scaler in (True, False):
+        results = run_ranks(2, train, Run(arguments, scaler=scaler, overflow=(1, 3)), timeout=240)
+        for result in results:
+            assert result["alike"] == [True] * 8
+            assert [row["skipped"] for row in result["rows"]] == [False] * 3 + [True] + [False] * 4
+            assert result["rows"][3]["norm"] == result["rows"][2]["norm"] != result["rows"][4]["norm"]
+            assert result["metrics"]["skipped_steps"] == 1
+
+
+def test_zero_stage_in_optim_args_wraps_element_wise_optimizers_and_lamb(tmp_path: Path) -> None:
+    names = ["sgd", "adagrad", "rmsprop", "adamw_torch_fused", "fused_adam", "lamb"]
+    here = {"output_dir": str(tmp_path), "max_steps": 3, "learning_rate": 1e-3, "adam_epsilon": 1e-5}
+    runs = [
+        Run({**here, "optim": name, **extra})
+        for name in names
+        for extra in ({}, {"optim_args": "zero_stage=2, bucket_cap_mb=0.1"})
+    ]
+    results = run_ranks(2, train_all, *runs, timeout=240)[0]
+    for plain, partitioned in zip(results[::2], results[1::2], strict=True):
+        assert partitioned["optimizer"] == "ZeroOptimizer"
+        assert losses(plain) == pytest.approx(losses(partitioned), abs=5e-7)
+        assert all(torch.allclose(v, partitioned["params"][k], atol=1e-6) for k, v in plain["params"].items())
+
+
+ARGUMENTS = {"optim": "onebit_adam", "max_grad_norm": 0.5, "adam_epsilon": 1e-5}
+
+
+@loads_optimizer_pt
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_trainer_trains_through_the_switch_and_resumes_in_both_stages(stage: int, tmp_path: Path) -> None:
+    """The warmup stage has 4 of 8 steps; step 6 has an overflow on one rank."""
+
+    def of(used: int, output: str, **more: Any) -> Run:
+        given = {"optim_args": f"freeze_step=4,zero_stage={used},bucket_cap_mb=0.02"}
+        given["output_dir"] = str(tmp_path / output)
+        return Run({**ARGUMENTS, "gradient_accumulation_steps": stage, **given}, overflow=(1, 6), **more)
+
+    whole, plain = run_ranks(2, train_all, of(stage, "whole", save_at=(2, 4, 6)), of(0, "plain"), timeout=240)[0]
+    assert whole["alike"] == [True] * 8 and whole["optimizer"] == "OnebitAdam"
+    assert [row["skipped"] for row in whole["rows"]] == [step == 6 for step in range(8)]
+    assert losses(whole) == pytest.approx(losses(plain), abs=0.05) and losses(whole) != losses(plain)
+    norms = [logged(result, "grad_norm") for result in (whole, plain)]
+    assert norms[0][:3] == pytest.approx(norms[1][:3], rel=0.1)
+    checkpoints = [str(tmp_path / "whole" / f"checkpoint-{step}") for step in (2, 4, 6)]
+    rest = [of(stage, f"resumed-{number}", resume=folder) for number, folder in enumerate(checkpoints)]
+    for resumed in run_ranks(2, train_all, *rest, timeout=240)[0]:
+        assert equal_params(whole["params"], resumed["params"])
+
+
+@on_ranks(2)
+def test_accelerate_takes_the_plugin(rank: int, world_size: int) -> None:
+    sums = []
+    for stage, wrapper in ((1, "DistributedDataParallel"), (2, "Linear")):
+        use_accelerate(rank, world_size)
+        plugin = CompressOptPlugin(optimizer="onebit_adam", zero_stage=stage, freeze_step=2)
+        accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin, gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(40, 30)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        inner = innermost(optimizer)
+        assert type(model).__name__ == wrapper and isinstance(inner, OnebitAdam) and inner.zero_stage == stage
+        for step in range(8):
+            x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * rank + step))
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                freed = all(p.grad is None for p in inner.trainable_parameters)
+                assert freed == (stage == 2 and step % 2 == 1)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 10.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert same_on_all_ranks(inner.trainable_parameters)
+        sums.append(sum(p.double().sum().item() for p in inner.trainable_parameters))
+    assert sums[0] == sums[1], "nothing is clipped"
+    alone = CompressOptAccelerator(cpu=True)
+    wrapped = alone.prepare_model(torch.nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="give both to one prepare"):
+        alone.prepare_optimizer(OnebitAdam(wrapped.parameters(), zero_stage=2))
+
+
+INT4 = "grad_compression=int4,param_compression=int4"
+
+
+def stored(folder: Path, kind: str) -> dict[str, list[tuple[int, torch.Tensor]]]:
+    """The parts of the tensors of a kind in a checkpoint, by parameter."""
+    found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for file in folder.glob("compressopt-*.safetensors"):
+        for key, value in load_file(file).items():
+            name, _, start = key.partition("@")
+            if name.startswith(f"{kind}/"):
+                found.setdefault(name.removeprefix(f"{kind}/"), []).append((int(start or 0), value.flatten()))
+    return found
+
+
+def same_as(model: dict[str, torch.Tensor], parts: dict[str, list[tuple[int, torch.Tensor]]]) -> bool:
+    flats = {name: model[name].flatten() for name in parts}
+    return all(
+        torch.equal(flats[name][start : start + value.numel()], value.to(flats[name].dtype))
+        for name, rows in parts.items()
+        for start, value in rows
+    )
+
+
+def test_trainer_with_small_messages(tmp_path: Path) -> None:
+    here = {"max_steps": 8, "learning_rate": 3e-3, "gradient_accumulation_steps": 2, "output_dir": str(tmp_path / "0")}
+    small = {**here, "optim": "zero2_adamw", "optim_args": INT4}
+    runs = [
+        Run({**here, "optim": "zero2_adamw"}, dropout=0.0),
+        Run({**small, "save_strategy": "steps", "save_steps": 3, "output_dir": str(tmp_path)}, dropout=0.0),
+        Run(small, dropout=0.0, resume=str(tmp_path / "checkpoint-3")),
+    ]
+    plain, whole, resumed = run_ranks(2, train_all, *runs, timeout=240)[0]
+    for result in (whole, resumed):
+        assert all(result["alike"]) and result["settled"]
+        assert result["described"].endswith(", gradients as int4, parameters as int4")
+    assert losses(whole) != losses(plain)
+    assert losses(whole) == pytest.approx(losses(plain), rel=0.01)
+    assert equal_params(whole["params"], resumed["params"])
+    assert 4.5 * whole["metrics"]["bytes_sent"] < plain["metrics"]["bytes_sent"]
+
+    model = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
+    masters, replicas = (stored(tmp_path / "checkpoint-3", kind) for kind in ("master", "replica"))
+    assert len(masters) == len(replicas) > 8 and same_as(model, masters) and not same_as(model, replicas)
+
+
+@pytest.mark.full
+def test_trainer_with_stage_1_a_scaler_and_the_best_model(tmp_path: Path) -> None:
+    here = {"max_steps": 8, "gradient_accumulation_steps": 2, "output_dir": str(tmp_path)}
+    optim_args = f"zero_stage=1,{INT4}"
+    steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best = {**steps, "load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.3}
+    runs = [
+        Run({**here, "optim": "zero1_adamw"}, dropout=0.0),
+        Run({**here, "optim": "zero1_adamw", "optim_args": INT4}, dropout=0.0),
+        Run({**here, "optim": "sgd", "optim_args": optim_args, "max_grad_norm": 0.0}, scaler=True, overflow=(1, 3)),
+        Run({**here, "optim": "zero2_adamw", "optim_args": INT4, **best}),
+    ]
+    plain, small, overflow, loaded = run_ranks(2, train_all, *runs, timeout=240)[0]
+    model = load_file(Path(loaded["best"]) / "model.safetensors")
+    assert all(torch.equal(loaded["params"][name], value) for name, value in model.items())
+    for result in (small, overflow, loaded):
+        assert all(result["alike"]) and result["settled"]
+    assert losses(small) == pytest.approx(losses(plain), rel=0.05)
+    assert 4.5 * small["metrics"]["bytes_sent"] < plain["metrics"]["bytes_sent"]
+    assert [row["skipped"] for row in overflow["rows"]] == [False] * 3 + [True] + [False] * 4
+
+
+def ask_by_variables(rank: int, world_size: int, *args: Any) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPRESSOPT_GRAD_COMPRESSION", "int8")
+        patch.setenv("COMPRESSOPT_PARAM_COMPRESSION", "int4")
+        return loop(rank, world_size, *args)
+
+
+def test_accelerate_with_small_messages(tmp_path: Path) -> None:
+    plain = run_ranks(2, loop, "plugin2")[0]
+    whole = run_ranks(2, ask_by_variables, "plugin2", str(tmp_path))[0]
+    resumed = run_ranks(2, ask_by_variables, "plugin2", str(tmp_path), True)[0]
+    assert equal_params(whole["params"], resumed["params"]) and not equal_params(plain["params"], whole["params"])
+    for name, value in plain["params"].items():
+        assert (
+            float((whole["params"][name] - value).abs().mean()) < 0.005
+        )  # of six steps of Adagrad with a rate of 0.01
+    masters, replicas = (stored(tmp_path / "3", kind) for kind in ("master", "replica"))
+    model = load_file(tmp_path / "3" / "model.safetensors")
+    assert masters and same_as(model, masters) and not same_as(model, replicas)
+    index = json.loads((tmp_path / "3" / "compressopt.index.json").read_text())
+    assert {name.split("/")[0] for name in index["tensors"]} >= {"worker_error", "master", "replica"}
