@@ -270,6 +270,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "fine-tuning": fine_tuning,
     "many ranks": many_ranks,
     "FSDP2": fsdp,
+    "FSDP2 over links": lambda: table_of_steps(rows("network_fsdp"), "30M", 4, ("1 Gbit/s",)),
     "lost": lost,
     "time to loss": lambda: table_of_runs(rows("time_to_loss"), ("1 Gbit/s", "100 Mbit/s")),
     "kernels": lambda: other("kernels", ("kernel", "ms", "of the roofline"), ("kernel", "ms", "of_roofline")),
