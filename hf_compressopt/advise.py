@@ -81,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--config_name", help="the model: a name on the Hub, or a folder with a config.json")
     count = estimate.argument(estimate.count)
     model.add_argument("--params", type=count, help=f"{estimate.PARAMS_HELP}; a GPT-2 of about this size is timed")
+    text = "parameters that train, if not all: LoRA's adapters. Only these travel, and compressing them helps below "
+    parser.add_argument("--trainable", type=count, metavar="N", help=f"{text}about 10 Gbit/s; above, seldom")
     few = estimate.argument(partial(estimate.count, most=1e6))
     parser.add_argument("--batch-size", type=few, default=8, help="examples per rank in a step (%(default)s)")
     tokens = f"tokens in an example (default: {_USUAL_TOKENS}, or the most that the model takes)"
@@ -144,6 +146,10 @@ def _advise(arguments: argparse.Namespace, place: _Place) -> str:
     everyone.require_equal("the arguments", given)
     measured: dict[str, Any] = {"backend": everyone.name, "device": place.device.type}
     _measure_step(arguments, place, measured)
+    if arguments.trainable is not None:
+        if arguments.trainable > arguments.params:
+            raise ValueError(f"--trainable must be at most the model's {arguments.params}, got {arguments.trainable}")
+        arguments.params = arguments.trainable
     if arguments.memory_bandwidth is None:
         arguments.memory_bandwidth = measured["memory_bandwidth"] = link.measure_memory(everyone)
     _measure_links(arguments, place, measured)
@@ -183,7 +189,8 @@ def _measure_step(arguments: argparse.Namespace, place: _Place, measured: dict[s
             step_time.check_memory(size, place.local)
         measured["step"] = {"params": size, "model": config.model_type, "batch_size": arguments.batch_size}
         measured["step"]["tokens"] = tokens
-        found = step_time.time_step(config, place.device, dtype, arguments.batch_size, tokens, place.local)
+        whole = config, place.device, dtype, arguments.batch_size, tokens, place.local
+        found = step_time.time_step(*whole, adapters=arguments.trainable)
         measured["step"]["at_once"] = found.at_once
         return found.seconds, found.update
 
@@ -235,7 +242,7 @@ def _facts(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any
     """Lines on what was measured, and the command that predicts the same."""
     lines = [
         f"{place.ranks} ranks on {place.nodes} machine(s), {measured['backend']} on {measured['device']}; "
-        f"{arguments.params:,} {arguments.dtype} parameters"
+        f"{arguments.params:,} {arguments.dtype} {'trainable ' if arguments.trainable else ''}parameters"
     ]
     for name, title in (("link", "the link of a machine" if place.nodes > 1 else "the link"), ("local_link", "inside")):
         for collective, row in measured.get(name, {}).items():

@@ -126,6 +126,21 @@ def small_gpt2(layers: int, width: int, vocabulary: int, tokens: int) -> Any:
     )
 
 
+def shard(model: Any, replicas: int, *, reduce_dtype: Any = None, resharded: bool = True) -> Any:
+    """Shard a GPT-2 by FSDP2, each of its blocks by itself; its mesh has one dimension if there is one replica."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    shape = (replicas, dist.get_world_size() // replicas)
+    kept = slice(int(replicas == 1), 2)
+    mesh = init_device_mesh("cpu", shape[kept], mesh_dim_names=("replicate", "shard")[kept])
+    for module in (*model.transformer.h, model):
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
+    return mesh
+
+
 # -- reports ----------------------------------------------------------------------------------------------------------
 
 

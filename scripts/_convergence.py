@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from _common import REPOSITORY
+from _common import REPOSITORY, shard
 from real_models import CACHE
 from rivals import RIVALS
 from torch import Tensor, nn
@@ -62,6 +62,7 @@ class Model:
 
 
 SMALL, GPT2 = Model(False, 1024, 64), Model(True, 2048, 128)
+LARGER = Model(True, 2048, 64, 1e-3, width=256, layers=4)  # 3.7M parameters
 TINY_BERT, MINILM = Model(False, 1024, 128, 1e-3, batch=32), Model(False, 30522, 64, 2e-4, batch=16)
 
 
@@ -70,13 +71,15 @@ class Run:
     """One configuration, by the name that the tables call it."""
 
     name: str
-    optimizer: str  # "AdamW", "Lamb" or a key of PARTNER
+    optimizer: str  # "AdamW", "Lamb", "MuonAdamW" or a key of PARTNER
     options: dict[str, Any] = field(default_factory=dict)
     lr: float | None = None  # the model's
     gradients: str = ""  # messages of an uncompressed optimizer's: "int4", "int8"; else full precision
     rival: str = ""  # a key of RIVALS, around AdamW
     rival_options: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)  # of a ZeroOptimizer around AdamW; empty is none
+    replicas: int = 0  # that FSDP2 shards; 0 is no FSDP2
+    parameters: str = "none"  # messages of the parameters that FSDP2 gathers: "int4", "int8"
     model: Model = SMALL
     text: str = "reference"  # a key of TOKENIZED_AS or CLASSIFIED
     pretrained: bool = False  # on the library's source
@@ -128,6 +131,14 @@ def rates(rates_of: dict[str, Sequence[float]], title: str = "{}, lr {:g}", **ke
     return named(*(Run(title.format(name, lr), name, lr=lr, **kept) for name, lr in pairs))
 
 
+def sharded(title: str, replicas: int) -> list[Run]:
+    """FSDP2 alone, with gradients in 4 bits, and without replicas with parameters in 4 bits too."""
+    kept: dict[str, Any] = {"replicas": replicas, "model": LARGER}
+    runs = [Run(title, "AdamW", **kept), Run(f"{title}, int4 gradients", "AdamW", gradients="int4", **kept)]
+    both = Run(f"{title}, int4 both ways", "AdamW", gradients="int4", parameters="int4", **kept)
+    return [*runs, both] if replicas == 1 else runs
+
+
 def rival(title: str, name: str, **options: Any) -> Run:
     return Run(title, "AdamW", rival=name, rival_options=options)
 
@@ -152,6 +163,11 @@ RUNS: dict[str, dict[str, Run]] = {
     ),
     "zero": named(ADAMW, ZERO_INT4, Run("OnebitAdam, ZeRO-1", "OnebitAdam", {"zero_stage": 1})),
     "GPT-2": named(*every(", GPT-2", model=GPT2)),
+    "FSDP2": named(*sharded("FSDP2", 1), *sharded("HSDP", 2)),
+    "Muon": named(
+        Run("MuonAdamW", "MuonAdamW", model=LARGER),
+        Run("MuonAdamW, int4 gradients", "MuonAdamW", gradients="int4", model=LARGER),
+    ),
     "fine-tuning": named(
         *(
             run
@@ -195,7 +211,7 @@ ONE_SEED = TUNING
 #: Groups that run at some numbers of ranks only, whatever --world-sizes says.
 WORLD_SIZES = {
     **dict.fromkeys(("learning rates", "fine-tuning rates", "classification"), (2,)),
-    **dict.fromkeys(("rivals, rates", "fine-tuning"), (4,)),
+    **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon"), (4,)),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
 
@@ -205,7 +221,7 @@ def partner(run: Run) -> Run | None:
     if run.plain:
         return None
     optimizer = PARTNER.get(run.optimizer, run.optimizer)
-    alike = ("model", "text", "pretrained", "steps", "peak_lr")
+    alike = ("model", "text", "pretrained", "steps", "peak_lr", "replicas")
     for other in ALL_RUNS.values():
         if other.plain and other.optimizer == optimizer:
             if all(getattr(other, name) == getattr(run, name) for name in alike):
@@ -420,9 +436,10 @@ class Training:
         import hf_compressopt
         from hf_compressopt.collectives.torch_dist import TorchCommunicator
 
+        mesh = shard(model, run.replicas) if run.replicas else None
         self.run, self.params, groups = run, list(model.parameters()), param_groups(model)
         self.ours, self.others = TorchCommunicator(), TorchCommunicator()  # whose bytes count, and those of evaluation
-        self.compressed, self.rival, self.low_bit = run.optimizer in PARTNER, None, None
+        self.compressed, self.rival, self.low_bit, self.sharded = run.optimizer in PARTNER, None, None, None
         options: dict[str, Any] = {"lr": run.peak_lr}
         if self.compressed or run.zero:
             options["communicator"] = self.ours
@@ -431,9 +448,14 @@ class Training:
             self.optimizer.scale_schedule(steps, given=run.options)
         elif run.zero:
             self.optimizer = hf_compressopt.ZeroOptimizer(groups, torch.optim.AdamW, **options, **run.zero)
+        elif run.optimizer == "MuonAdamW":
+            self.optimizer = hf_compressopt.MuonAdamW(model, weight_decay=WEIGHT_DECAY, **options)
         else:
             self.optimizer = (torch.optim.AdamW if run.optimizer == "AdamW" else hf_compressopt.Lamb)(groups, **options)
-        if run.gradients:
+        if run.gradients and mesh is not None:
+            kept = {"param_compression": run.parameters}
+            self.sharded = hf_compressopt.compress_fsdp(model, mesh, run.gradients, **kept)
+        elif run.gradients:
             named, form = model.named_parameters(), run.options.get("state", "float32")
             self.low_bit = hf_compressopt.GradientCompression(named, run.gradients, communicator=self.ours, state=form)
         elif run.rival:
@@ -443,7 +465,9 @@ class Training:
         """Exchange the gradients, and clip them."""
         from hf_compressopt import average_gradients
 
-        if self.run.zero:
+        if self.run.replicas:
+            pass  # FSDP2 does while backward runs
+        elif self.run.zero:
             self.optimizer.finish_gradients()  # sent while backward ran
         elif self.compressed:
             average_gradients(self.optimizer)
@@ -476,11 +500,11 @@ class Training:
     def evaluate(self, model: nn.Module, examples: Examples) -> tuple[float, float]:
         """Mean loss and accuracy on the whole validation text, of which each rank reads a part."""
         model.eval()
-        rank, world_size = self.others.rank, self.others.world_size
+        mine = {name: v.tensor_split(self.others.world_size)[self.others.rank] for name, v in examples.items()}
         sums = torch.zeros(3, dtype=torch.float64)  # loss, rows whose class is found, examples
         with self.saved_parameters():
-            for start in range(rank * 16, len(examples["input_ids"]), world_size * 16):
-                batch = {name: values[start : start + 16] for name, values in examples.items()}
+            for start in range(0, len(mine["input_ids"]), 16):  # as often on all ranks: FSDP2 gathers each time
+                batch = {name: values[start : start + 16] for name, values in mine.items()}
                 count, (loss, right) = len(batch["input_ids"]), loss_of(model, batch)
                 sums += torch.tensor([float(loss) * count, right, count], dtype=torch.float64)
         self.others.all_reduce(sums).wait()
@@ -518,7 +542,8 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
         if step % interval == 0 or step == steps:
             eval_loss, accuracy = training.evaluate(model, text["validation"])
             others.all_reduce(loss_sum).wait()
-            train_loss, sent = float(loss_sum) / loss_steps / ours.world_size, ours.traffic.total_bytes
+            train_loss = float(loss_sum) / loss_steps / ours.world_size
+            sent = (training.sharded or ours).traffic.total_bytes  # FSDP2's own messages are not counted
             curve.append({"step": step, "eval": finite(eval_loss), "train": finite(train_loss), "bytes": sent})
             loss_sum, loss_steps = torch.zeros(()), 0
     return {

@@ -34,13 +34,14 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from _common import MB, REPOSITORY, check_least, in_turn, parser_of, print_table, small_gpt2, write_rows
+from _common import MB, REPOSITORY, check_least, in_turn, parser_of, print_table, shard, small_gpt2, write_rows
 from _slow_network import RATES, Network, Ranks, check_rights, ranks_on_links, sent_bytes, serve, trainer_of
 
 # -- models and methods -----------------------------------------------------------------------------------------------
 
 #: Layers, width, vocabulary, and the tokens of an example: few of them compute as little as a faster device would.
 MODELS = {
+    "4M": (4, 256, 2048, 64),
     "10M": (6, 320, 8000, 128),
     "30M": (8, 512, 8000, 128),
     "100M": (12, 768, 20000, 128),
@@ -65,7 +66,8 @@ class Method:
     optim: str = "adamw_torch_fused"
     stage: str = ""  # --optim_args that soon begin the stage to be measured, but for whole runs
     hook: str = ""  # of DDP: "none" exchanges nothing at all, "fp16", or "" for its own
-    # in a plain loop instead of Trainer: what FSDP2 sends between its nodes, "ZeRO" of torch, or a key of RIVALS
+    # in a plain loop instead of Trainer: FSDP2 over all ranks or (HSDP) in the nodes, and what it sends; "ZeRO" of
+    # torch; or a key of RIVALS
     loop: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)  # of the rival
     period: int = 1  # of so many steps one exchanges what the others do not
@@ -74,7 +76,7 @@ class Method:
     @property
     def needs_nodes(self) -> bool:
         """True if the method needs several ranks on a node."""
-        return self.loop in ("bfloat16", "int4") or "{per_node}" in self.optim_args
+        return self.loop.startswith("HSDP") or "{per_node}" in self.optim_args
 
 
 def local_steps(title: str, rival: str, interval: int) -> Method:
@@ -109,8 +111,11 @@ METHODS = {
     ),
     "zero_one_adam": Method("`zero_one_adam`, local steps", "", "zero_one_adam", LAST_STAGE, period=LONGEST_INTERVAL),
     "onebit_lamb": Method("`onebit_lamb`, compressed stage", "", "onebit_lamb", FROZEN, lr=1e-2),
-    "hsdp_16": Method("FSDP2 in the nodes, 16 bits between them", loop="bfloat16"),
-    "hsdp_int4": Method("FSDP2 in the nodes, int4 between them", loop="int4"),
+    "fsdp2": Method("FSDP2", loop="FSDP2"),
+    "fsdp2_int4": Method("FSDP2, int4 both ways", loop="FSDP2, int4"),
+    "hsdp_32": Method("FSDP2 in the nodes, 32 bits between them", loop="HSDP"),
+    "hsdp_16": Method("FSDP2 in the nodes, 16 bits between them", loop="HSDP, bfloat16"),
+    "hsdp_int4": Method("FSDP2 in the nodes, int4 between them", loop="HSDP, int4"),
     "powersgd_1": Method("PowerSGD, rank 1", loop="PowerSGD", options={"rank": 1, "start": 2}),
     "powersgd_4": Method("PowerSGD, rank 4", loop="PowerSGD", options={"rank": 4, "start": 2}),
     "local_sgd_8": local_steps("LocalSGD, 8 steps", "LocalSGD", 8),
@@ -207,11 +212,16 @@ def train_in_plain_loop(
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
+    from hf_compressopt import compress_fsdp
     from hf_compressopt.collectives.torch_dist import TorchCommunicator
 
     rank, world_size, make = dist.get_rank(), dist.get_world_size(), partial(torch.optim.AdamW, fused=True)
-    if method.needs_nodes:
-        shard(model, (world_size // per_node, per_node), method.loop)
+    if "SDP" in method.loop:
+        nodes = world_size // per_node if method.needs_nodes else 1
+        dtype = torch.bfloat16 if "bfloat16" in method.loop else None
+        mesh = shard(model, nodes, reduce_dtype=dtype, resharded=nodes == 1)
+        if "int4" in method.loop:
+            compress_fsdp(model, mesh, "int4", param_compression="int4" if nodes == 1 else "none")
     if method.loop == "ZeRO":
         model, make = (
             DistributedDataParallel(model),
@@ -227,22 +237,6 @@ def train_in_plain_loop(
         rival.parameters(last=False)
         optimizer.zero_grad()
         end_step(number)
-
-
-def shard(model: Any, shape: tuple[int, int], between: str) -> None:
-    """Shard a model by FSDP2 in each node, and have gradients travel between the nodes as they should."""
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    from hf_compressopt import compress_fsdp
-
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if between == "bfloat16" else None)
-    for module in (*model.transformer.h, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    if between != "bfloat16":
-        compress_fsdp(model, mesh, between)
 
 
 @lru_cache(maxsize=1)

@@ -3,8 +3,8 @@
 A plain torch loop with the production optimizers and messages on gloo processes, with the same global batch whatever
 the number of ranks. Every finished run is one line of OUTPUT/rows.jsonl. A run that has its line, or a row in the JSON
 of --report, is not repeated: an interrupted script goes on where it was, and published results can be extended. To run
-something again, remove its row. `make_tables.py` writes the tables and pictures of the documentation from
-scripts/results/convergence.json.
+something again, remove its row. The published rows of FSDP2 and Muon are of `--steps 300`. `make_tables.py` writes the
+tables and pictures of the documentation from scripts/results/convergence.json.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def print_group(group: str, rows: Sequence[dict[str, Any]], arguments: argparse.
             mean = f"{statistics.fmean(finite):.4f}" if len(finite) == len(values) else "not finite"
             difference = "" if other is None else percent(against(run.name, other.name, ranks, mine))
             sent = statistics.fmean(row["bytes"] for row in found.values()) / MB
-            cells = mean, difference, f"{sent:,.1f}", f"{fewer(run.name, ranks, mine):.1f}x"
+            cells = mean, difference, f"{sent:,.1f}", f"{fewer(run.name, ranks, mine):.1f}x" if sent else ""
             scores = [row["accuracy"] for row in found.values() if "accuracy" in row]
             lines.append([run.name, str(ranks), str(len(values)), *cells])
             lines[-1] += [f"{statistics.fmean(scores):.4f}"] if scores else []

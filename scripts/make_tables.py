@@ -191,6 +191,29 @@ def many_ranks() -> Table:
     return by_ranks(runs, (16, 32, 64), 64)
 
 
+#: The name of the losses, that of the uncompressed, that in benchmark_network.py, and ranks of a node.
+FSDP2 = (
+    ("FSDP2", "", "fsdp2", 1),
+    ("FSDP2, int4 gradients", "FSDP2", "", 1),
+    ("FSDP2, int4 both ways", "FSDP2", "fsdp2_int4", 1),
+    ("HSDP", "", "hsdp_32", 2),
+    ("HSDP, int4 gradients", "HSDP", "hsdp_int4", 2),
+    ("MuonAdamW, int4 gradients", "MuonAdamW", "", 1),
+)
+
+
+def fsdp() -> Table:
+    """Losses against FSDP2 alone, and bytes at the interface of a rank, or of a node of two."""
+    lines = [["4 ranks", "loss", "MB per step", "fewer"]]
+    alone = 0.0
+    for name, partner, method, per_node in FSDP2:
+        sent = sent_megabytes(rows("network_fsdp"), "4M", 4, per_node).get(method)
+        alone = sent if sent and not partner else alone
+        loss = percent(against(name, partner, 4)) if partner else ""
+        lines.append([name, loss, f"{sent:.2f}" if sent else "", f"{alone / sent:.1f}x" if sent and partner else ""])
+    return lines
+
+
 # Other measurements --------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +269,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "rivals": lambda: by_ranks({title: (name, "AdamW") for title, name in RIVALS.items()}, (2, 4, 8), 4),
     "fine-tuning": fine_tuning,
     "many ranks": many_ranks,
+    "FSDP2": fsdp,
+    "FSDP2 over links": lambda: table_of_steps(rows("network_fsdp"), "30M", 4, ("1 Gbit/s",)),
     "lost": lost,
     "time to loss": lambda: table_of_runs(rows("time_to_loss"), ("1 Gbit/s", "100 Mbit/s")),
     "kernels": lambda: other("kernels", ("kernel", "ms", "of the roofline"), ("kernel", "ms", "of_roofline")),
@@ -268,6 +293,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "demo": demo,
     "fine-tuned": lambda: other("fine_tuning", ("model", "loss", "perplexity"), ("model", "loss", "perplexity")),
     "classification": classification,
+    "LoRA": lambda: other("lora", ("method", "PEFT", "TRL", "MB per step"), ("method", "peft", "trl", "mb")),
 }
 
 

@@ -47,6 +47,7 @@ def smollm2(temporary: Path, out: Path) -> None:
     sys.path.insert(0, str(temporary))  # Transformers reads the format with the package gguf
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    del loaded.config.quantization_config  # the parameters are float32 now
     model = AutoModelForCausalLM.from_config(loaded.config)  # one that knows nothing of the file
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(out)

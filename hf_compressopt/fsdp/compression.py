@@ -154,7 +154,7 @@ class UnitErrors:
             segments, begin = columns_of(grads, bucket, ranks.world_size), bucket.start // ranks.world_size
             z = Combination(bucket.numel, grads.device, grads=segments, beta=1.0 / loss_scale)
             mean = yield from reduce_scatter(z, old.worker, new.worker, IntegerFormat(bits), ranks)
-            faults.append(~mean.isfinite().all())
+            faults.append(~torch.stack(mean.aminmax()).isfinite().all())  # one pass over the values
             count = segments[0].numel
             shard[begin : begin + count] = mean[:count].mul_(loss_scale * factor)
 
@@ -162,12 +162,15 @@ class UnitErrors:
         return faults
 
     def end_pass(self, dropped: Tensor) -> None:
-        """Keep the errors of the pass unless it is ``dropped``, [] bool. The host does not wait for that."""
+        """Keep the errors of the pass unless it is ``dropped``, [] bool. The host does not wait for a GPU."""
         if self.used and (pending := self._pending) is not None:
-            for kept, new in ((self.kept.worker, pending.worker), (self.kept.server, pending.server)):
-                kept.copy_(torch.where(dropped, kept, new))
-            if self.unit.device.type != "cpu":  # where memory is scarce, and new memory costs no time
-                self._pending = None
+            if self.unit.device.type == "cpu":  # where looking does not wait
+                if not dropped:
+                    self.kept.swap(pending)
+            else:
+                for kept, new in ((self.kept.worker, pending.worker), (self.kept.server, pending.server)):
+                    kept.copy_(torch.where(dropped, kept, new))
+                self._pending = None  # memory is scarce there, and new memory costs no time
         self.used = False
 
     def runs(self, values: tuple[Tensor, Tensor], own: int) -> Iterator[tuple[str, int, int, Tensor]]:

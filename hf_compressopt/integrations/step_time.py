@@ -135,19 +135,39 @@ def check_memory(params: int, ranks: int) -> None:
 
 
 def time_step(
-    config: PretrainedConfig, device: torch.device, dtype: torch.dtype, batch: int, tokens: int, ranks: int
+    config: PretrainedConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int,
+    tokens: int,
+    ranks: int,
+    adapters: int | None = None,
 ) -> StepTime:
-    """Time forward, backward and update on random tokens, after one step that is not counted."""
+    """Time forward, backward and update on random tokens, after one step that is not counted.
+
+    With ``adapters`` the model is frozen, and so many parameters are updated in place of its own. Gradients pass
+    through the whole model, as to adapters in every layer.
+    """
     logging.set_verbosity_error()  # models made from configurations warn of what only training needs
     free = _free_memory() / ranks
     try:
         with torch.device(device):
             model = _make(config).to(dtype).train()
             ids = torch.randint(0, config.get_text_config().vocab_size, (batch, tokens))
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        params: list[nn.Parameter] = list(model.parameters())
+        if adapters is not None:
+            model.requires_grad_(False).enable_input_require_grads()
+            params = [nn.Parameter(torch.zeros(adapters, dtype=dtype, device=device))]
+        optimizer = torch.optim.AdamW(params, fused=True)
         at_once = _examples_at_once(model, ids, free) if device.type == "cpu" else batch
         some = ids[:at_once]
-        seconds, update = _time(lambda: model(input_ids=some, labels=some).loss.backward(), optimizer, device)
+
+        def backward() -> None:
+            model(input_ids=some, labels=some).loss.backward()
+            if adapters is not None:
+                params[0].grad = torch.zeros_like(params[0])
+
+        seconds, update = _time(backward, optimizer, device)
         return StepTime((seconds - update) * batch / at_once + update, update, at_once)
     except torch.OutOfMemoryError as error:
         raise ValueError(

@@ -448,6 +448,7 @@ def write_log(logger: logging.Logger, level: int, message: str, *args: object) -
         logger.log(level, message, *args)
 
 
+_PRIME = 1_048_573  # just below DIGEST_BOUND
 _CHUNK = 1 << 20  # elements that are compared, or sent, at a time
 _MOST = 0.01
 
@@ -791,7 +792,8 @@ class Consensus:
         if gradients is None:
             return [self.communicator.rank % DIGEST_BOUND]
         shared = [grads for grads, state in zip(gradients, self.states, strict=False) if state.own_rank is None]
-        return [int(sum(bit_sum(grad) for grad in chain.from_iterable(shared) if grad is not None)) % DIGEST_BOUND]
+        bits = int(sum(bit_sum(grad) for grad in chain.from_iterable(shared) if grad is not None))
+        return [bits % _PRIME]  # a power of two would see the low bits alone, which are 0 after bfloat16
 
     def heed_gradients(self, digests: Sequence[int], alike: Sequence[bool]) -> None:
         """Warn, once, if the local gradients of all ranks are identical, and not 0."""

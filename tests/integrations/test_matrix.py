@@ -193,3 +193,64 @@ def test_every_cell_trains_compressed_or_is_refused_by_name(setup: str, host: st
                 assert row[column] == "no" and re.search(REMEDIES, found["error"]), (name, found)
         if row[column].startswith("yes") and host != "plain":
             assert any(line.startswith("attached") for line in ranks[0]["told"]), (name, ranks[0])
+
+
+def trained(rank: int, world_size: int, host: str, replicas: int, folder: str) -> bytes:
+    """This rank's shards after some steps in 4 bits; every host makes units of the layers, the embedding, the rest."""
+    use_accelerate(rank, world_size)
+    from accelerate import Accelerator
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+    from transformers import Trainer, TrainingArguments
+
+    import hf_compressopt
+    from hf_compressopt import CompressOptPlugin, attach, compress_fsdp
+
+    hf_compressopt.register()
+    options = INT4 if replicas > 1 else ZERO
+    model = model_of(
+        f"`DistributedConfig` with{'out' * (replicas == 1)} replicas" if host == "Trainer" else host, folder
+    )
+    if host == "Trainer":
+        given = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "learning_rate": 1e-3, "optim": "adamw_torch"}
+        quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
+        words = ",".join(f"{name}={value}" for name, value in options.items())
+        batch = {"per_device_train_batch_size": 2, "max_steps": STEPS, "train_sampling_strategy": "sequential"}
+        args = TrainingArguments(output_dir=folder, optim_args=words, **given, **quiet, **batch)
+        Trainer(model=model, args=args, train_dataset=tokens()).train()
+    else:
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+        backward = torch.Tensor.backward
+        if host == "Accelerate":
+            accelerator: Any = Accelerator(cpu=True)
+            as_on_gpus(accelerator, RANKS, replicas)
+            plugin = accelerator.state.fsdp_plugin
+            plugin.auto_wrap_policy = transformer_auto_wrap_policy
+            plugin.transformer_cls_names_to_wrap = ["LlamaDecoderLayer"]
+            attach(accelerator, CompressOptPlugin(**options))
+            (model, optimizer), backward = accelerator.prepare(model, optimizer), accelerator.backward
+        else:
+            shape, names = ((2, 2), ("nodes", "shard")) if replicas > 1 else ((RANKS,), ("shard",))
+            mesh, inner = init_device_mesh("cpu", shape, mesh_dim_names=names), model.model
+            for part in (*inner.layers, inner.embed_tokens, [inner.norm, model.lm_head], model):
+                fully_shard(part, mesh=mesh)
+            compress_fsdp(
+                model, mesh, options["grad_compression"], param_compression=options.get("param_compression", "none")
+            )
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+        for batch in batches():
+            backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cat([p.detach().to_local().reshape(-1) for _, p in sorted(model.named_parameters())]).numpy().tobytes()
+
+
+@pytest.mark.skipif(OLD_HOST, reason="this transformers has no DistributedConfig")
+@pytest.mark.parametrize("replicas", [2, 1])
+def test_hosts_train_in_the_same_bits(replicas: int, tmp_path: Path) -> None:
+    """FSDP2 by hand, by Accelerate, and by DistributedConfig in Trainer."""
+    plain, *others = (
+        run_ranks(RANKS, trained, host, replicas, str(tmp_path / host), timeout=120) for host in HOSTS[::-1]
+    )
+    assert len(set(plain[:2])) == 2 and all(other == plain for other in others)

@@ -109,6 +109,19 @@ def test_gradients_that_are_averaged_already_are_noticed_once(
         assert all(word in line for line in said)
 
 
+@on_ranks(2)
+def test_gradients_computed_in_bfloat16_are_told_apart(rank: int, world_size: int) -> None:
+    """Of such values the low 16 bits are 0, and here the 20 of both ranks are the same."""
+    param = nn.Parameter(torch.ones(40))
+    with log_lines() as lines:
+        optimizer = optimizer_of("OnebitAdam", [param])
+        for _ in range(6):
+            param.grad = torch.full((40,), 1.0 if optimizer.plan.reduce_grads else 1.0 + rank)
+            param.grad[0] = 1.0078125
+            optimizer.step()
+    assert not any("averaged already" in line for line in lines)
+
+
 # -- hyperparameters that differ --------------------------------------------------------------------------------------
 
 

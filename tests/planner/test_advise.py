@@ -170,6 +170,40 @@ def test_two_ranks_time_a_model_and_advise(tmp_path: Path) -> None:
     assert sum(line.endswith("  --optim onebit_adam") for line in table) == 1
 
 
+def test_only_trainable_parameters_travel(tmp_path: Path) -> None:
+    """The whole model is timed, frozen, and the adapters' bytes are predicted."""
+    from hf_compressopt.integrations import step_time
+
+    step_time.stand_in(10_000, 16).save_pretrained(tmp_path)
+    model = ["--config_name", str(tmp_path), "--batch-size", "2", "--trainable", "500", "--json"]
+    done = run_python([*MODULE, *model, *LINK], ranks=2)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["measured"]["step"]["params"] == 10_040 and found["measured"]["step"]["seconds"] > 0
+    assert found["bytes_per_rank"]["no ZeRO"]["parameters"] == 500 * 4
+    assert found["steps"]["DDP, 32-bit gradients"]["every step"]["sent"] == 500 * 4
+
+
+def test_a_frozen_model_passes_gradients_to_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_compressopt.integrations import step_time
+
+    made: list[torch.nn.Module] = []
+    make, cpu = step_time._make, torch.device("cpu")
+    monkeypatch.setattr(step_time, "_make", lambda config: made.append(make(config)) or made[-1])
+    reached: list[str] = []
+    monkeypatch.setattr(step_time, "_examples_at_once", lambda model, *_: watched(model, reached))
+    found = step_time.time_step(step_time.stand_in(10_000, 16), cpu, torch.float32, 2, 16, 1, adapters=500)
+    assert found.seconds > found.update > 0 and set(reached) == {"first", "last"}
+    assert all(param.grad is None and not param.requires_grad for param in made[0].parameters())
+
+
+def watched(model: torch.nn.Module, reached: list[str]) -> int:
+    """Note which of the model's blocks the backward pass reaches."""
+    for name, place in (("first", 0), ("last", -1)):
+        model.transformer.h[place].register_full_backward_hook(lambda *_, name=name: reached.append(name))
+    return 2
+
+
 JSON_OF_FOUR = f"""
 import os, sys
 os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -204,6 +238,7 @@ def test_links_between_and_inside_machines_are_measured_apart() -> None:
     [
         ([], "one of the arguments --config_name --params is required"),
         (["--params", "-1"], "argument --params: must be a whole number"),
+        ([*GIVEN, *LINK, "--trainable", "2e6"], "--trainable must be at most the model's 1000000, got 2000000"),
         ([*GIVEN, *LINK, "--timeout", "soon"], "argument --timeout"),
         pytest.param(["--config_name", "no/such"], "--config_name 'no/such' cannot be loaded", marks=pytest.mark.full),
         (["--params", "7e10"], "give --compute-seconds, measured on a machine that has them"),

@@ -116,7 +116,9 @@ def test_every_rank_has_a_link_of_its_own_speed(tmp_path: Path) -> None:
 @needs_namespaces
 def test_ranks_of_a_node_share_a_link(tmp_path: Path) -> None:
     report = tmp_path / "nodes.json"
-    words = ["--models", "tiny", "--methods", "ddp", "int4", "int4_levels", "--rounds", "1", "--steps", "3"]
+    sharded = ["fsdp2", "fsdp2_int4", "hsdp_32", "hsdp_16", "hsdp_int4"]
+    methods = ["--methods", "ddp", "int4", "int4_levels", *sharded]
+    words = ["--models", "tiny", *methods, "--rounds", "1", "--steps", "3"]
     nodes = ["--nodes", "2", "--ranks-per-node", "2", "--links", "1 Gbit/s", "--report", str(report)]
     text = run([*SCRIPT, *words, *nodes]).stdout
     rows = {row["method"]: row for row in json.loads(report.read_text())}
@@ -124,6 +126,8 @@ def test_ranks_of_a_node_share_a_link(tmp_path: Path) -> None:
     assert "4 ranks on 2 nodes" in text and "`grad_compression=int4`, hierarchical" in text
     sent = {name: row["sent"] / row["numel"] for name, row in rows.items()}
     assert sent["int4_levels"] < 0.7 * sent["int4"] < 0.7 * sent["ddp"]
+    assert sent["hsdp_int4"] < 0.5 * sent["hsdp_16"] < 0.4 * sent["hsdp_32"]
+    assert sent["fsdp2_int4"] < 0.2 * sent["fsdp2"]
 
 
 def processes_of(session: int) -> list[str]:

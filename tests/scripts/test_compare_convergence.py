@@ -35,3 +35,19 @@ def test_rows_and_report_come_out_and_a_finished_run_is_not_repeated(tmp_path: P
     assert "seed 0" not in run(command).stdout and (tmp_path / "rows.jsonl").read_text() == lines
     elsewhere = [*SCRIPT, *SHORT, "OnebitAdam", "--output", str(tmp_path / "other"), "--report", str(report)]
     assert "seed 0" not in run(elsewhere).stdout  # the JSON beside the report has its row
+
+
+@pytest.mark.full
+def test_models_that_fsdp2_shards_and_muon(tmp_path: Path) -> None:
+    """On 4 ranks whatever --world-sizes says; FSDP2 and HSDP alone compute the same but for rounding."""
+    run([*SCRIPT, *SHORT, "FSDP2", "Muon", "--output", str(tmp_path)], timeout=600)
+    rows = {row["name"]: row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}
+    assert {row["world_size"] for row in rows.values()} == {4}
+    loss = {name: row["eval_loss"] for name, row in rows.items()}
+    assert loss["HSDP"] == pytest.approx(loss["FSDP2"], rel=1e-5)
+    for plain, low in (("FSDP2", "int4 gradients"), ("FSDP2", "int4 both ways"), ("HSDP", "int4 gradients")):
+        assert loss[f"{plain}, {low}"] != loss[plain]
+        assert loss[f"{plain}, {low}"] == pytest.approx(loss[plain], rel=0.01)
+    assert rows["MuonAdamW, int4 gradients"]["bytes"] < rows["MuonAdamW"]["bytes"] / 7.5
+    numel = rows["HSDP"]["parameters"]  # halves of 4 bits in, and out
+    assert 10 * numel / 2 / 2 < rows["HSDP, int4 gradients"]["bytes"] < 1.1 * 10 * numel / 2 / 2
