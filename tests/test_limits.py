@@ -18,10 +18,10 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 
 TOTALS = {
-    "modules of the package": 91,
-    "lines of the package": 25_209,
-    "lines of tests": 28_519,
-    "lines of scripts": 4_642,
+    "modules of the package": 90,
+    "lines of the package": 24_696,
+    "lines of tests": 28_567,
+    "lines of scripts": 4_703,
 }
 CALLED = {"OnebitAdam": 15, "ZeroOneAdam": 16, "OnebitLamb": 15, "DDP, int4 gradients": 11, "ZeRO-2": 15}
 
