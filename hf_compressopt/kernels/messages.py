@@ -35,6 +35,7 @@ _RUN = 256
 _SIZE_BITS = 0x7FFFFFFF  # of a float32, without its sign
 _HUGE_PATTERN = 0x7F000000  # of 2^127
 _TINY_SCALE = 2.0**-120
+_MOST_STEPS = {4: 49.0, 8: 127.0}  # that an integer stands for
 
 
 def travels_in_full(tensor: Tensor) -> bool:
@@ -288,17 +289,20 @@ class IntegerCode(Code):
 
     Sources: LoCo (arXiv 2407.04480: 4 bits with error feedback), SDP4Bit (arXiv 2410.15526: groups of 128).
 
-    **Quantizing a block** of up to 128 elements, counted from the start of a chunk, with L = 2^(b-1) - 1:
+    An integer q of 8 bits stands for q steps, one of 4 bits for q |q| steps: 0, 1, 4, 9, 16, 25, 36 or 49 with a sign.
+    Small elements of a block are rounded less, which Adam's variance needs.
+
+    **Quantizing a block** of up to 128 elements, counted from a chunk's start. The largest is L steps, L = 127 or 49:
 
     * m is the largest bit pattern of the block with the signs cleared, so that NaN > infinity > numbers.
     * If m is above 2^127, which includes infinity and NaN, the scale is NaN (0x7FC0) and all integers are 0. (Above
       2^127, L times the scale could overflow.)
     * Otherwise the scale is m / L, divided in float32 and rounded to the nearest bfloat16, ties upwards. If the scale
       is below 2^-120, as for a block of zeros, the scale and all integers are 0.
-    * Otherwise q = round(u * (1 / scale)), a float32 division and a float32 product, to nearest, ties to even. The
-      scale is so near to m / L that the largest |q| of a block is L. So to quantize what a message stands for gives
-      the same message.
-    * The decoded value is q * scale. This product is exact, and so is the error u - q * scale.
+    * Otherwise r = round(u * (1 / scale)), a float32 division and a float32 product, to nearest, ties to even. The
+      scale is so near to m / L that the largest |r| of a block is L. 8 bits: q = r. 4 bits: q is the root of |r|, to
+      nearest, with the sign of r. So to quantize what a message stands for gives the same message.
+    * The decoded value is the steps times the scale. This product is exact, and so is the error.
 
     **The message of a chunk** of n elements, n > 0:
 
@@ -343,7 +347,7 @@ class IntegerCode(Code):
         message[: self.scales_at(u.numel())[0]] = self._pack(integers)
         patterns = scales.view(torch.int32).bitwise_right_shift(16).to(torch.int16)  # a conversion may change a NaN
         self.scales(message, u.numel()).view(torch.int16).copy_(patterns)
-        return _dequantize(scales, integers)
+        return self._dequantize(scales, integers)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
         """See :meth:`Code.decode`."""
@@ -351,21 +355,29 @@ class IntegerCode(Code):
         if self.bits == 4:
             packed = torch.stack([packed & 0xF, packed >> 4], dim=1).view(-1)
             packed = (packed ^ 8) - 8  # the sign is the fourth bit
-        return _dequantize(self.scales(message, numel), packed.view(torch.int8)[:numel])
+        return self._dequantize(self.scales(message, numel), packed.view(torch.int8)[:numel])
 
     def _quantize(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize a chunk. u: [n] float32. Returns the scales, [blocks] float32, and the integers, [n] int8."""
         blocks = -(-u.numel() // INTEGER_BLOCK)
         rows = pad(u, (0, blocks * INTEGER_BLOCK - u.numel())).view(blocks, INTEGER_BLOCK)
         pattern = rows.view(torch.int32).bitwise_and(_SIZE_BITS).amax(dim=1)
-        exact = pattern.view(torch.float32) / u.new_tensor(float((1 << self.bits - 1) - 1))
+        exact = pattern.view(torch.float32) / u.new_tensor(_MOST_STEPS[self.bits])
         scales = (exact.view(torch.int32) + 0x8000).bitwise_and_(~0xFFFF).view(torch.float32)
         huge = pattern > _HUGE_PATTERN
         empty = huge | (scales < _TINY_SCALE)
         quotients = rows * (u.new_ones(()) / scales).unsqueeze(1)
-        integers = quotients.round_().masked_fill_(empty.unsqueeze(1), 0.0).to(torch.int8)
+        steps = quotients.round_().masked_fill_(empty.unsqueeze(1), 0.0)
+        integers = (steps if self.bits == 8 else steps.abs().sqrt_().round_().copysign_(steps)).to(torch.int8)
         scales = torch.where(huge, torch.nan, torch.where(empty, 0.0, scales))
         return scales, integers.view(-1)[: u.numel()]
+
+    def _dequantize(self, scales: Tensor, integers: Tensor) -> Tensor:
+        """Return the values of a chunk, [n] float32. scales: [blocks]; integers: [n] int8."""
+        steps = integers.float()
+        if self.bits == 4:
+            steps *= steps.abs()
+        return steps.mul_(scales.float().repeat_interleave(INTEGER_BLOCK)[: integers.numel()])
 
     def _pack(self, integers: Tensor) -> Tensor:
         padded = pad(integers, (0, -integers.numel() % SIGNS_PER_BYTE)).view(torch.uint8)
@@ -377,11 +389,6 @@ class IntegerCode(Code):
 
 #: The code of a message.
 AnyCode = SignCode | IntegerCode
-
-
-def _dequantize(scales: Tensor, integers: Tensor) -> Tensor:
-    """Multiply the integers of a chunk by their scales. scales: [blocks]; integers: [n] int8. Returns [n] float32."""
-    return integers.float().mul_(scales.float().repeat_interleave(INTEGER_BLOCK)[: integers.numel()])
 
 
 def integer_message_nbytes(numel: int, bits: int) -> int:

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 CSRC = Path(library.__file__).parent / "csrc"
 FLIPPED = {  # of Adam's first moment, and of the scale of 4 bits
     "adam.h": ("static_cast<float>(1 - o.beta1)", "static_cast<float>(1.125 - o.beta1)"),
-    "integer_block.h": ("static_cast<float>((1 << (kBits - 1)) - 1)", "static_cast<float>((1 << (kBits - 1)) - 2)"),
+    "integer_block.h": ("kBits == 4 ? 49.0f : 127.0f", "kBits == 4 ? 48.0f : 126.0f"),
 }
 
 

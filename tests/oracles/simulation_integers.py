@@ -18,19 +18,23 @@ def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 def quantize(u: np.ndarray, bits: int) -> np.ndarray:
     """The float32 values that the message of one chunk stands for."""
-    levels = np.float32(2 ** (bits - 1) - 1)
+    most = np.float32(127 if bits == 8 else 49)
     out = np.empty_like(u)
     for start in range(0, len(u), BLOCK):
         block = u[start : start + BLOCK]
         if not np.isfinite(block).all():
             out[start : start + BLOCK] = np.nan
             continue
-        scale = round_to_bfloat16(np.array([np.abs(block).max() / levels], np.float32))[0]
+        scale = round_to_bfloat16(np.array([np.abs(block).max() / most], np.float32))[0]
         if scale < np.float32(2.0**-120):
             out[start : start + BLOCK] = 0
             continue
-        q = np.rint(block * (np.float32(1) / scale)).astype(np.float32) + np.float32(0)  # an integer has no -0
-        out[start : start + BLOCK] = q * scale
+        steps = np.rint(block * (np.float32(1) / scale)).astype(np.float32) + np.float32(0)  # an integer has no -0
+        if bits == 4:  # squares
+            squares = np.arange(8) ** 2
+            nearest = np.abs(np.abs(steps)[:, None] - squares).argmin(axis=1)  # there are no ties
+            steps = np.where(steps < 0, -squares[nearest], squares[nearest]).astype(np.float32)
+        out[start : start + BLOCK] = steps * scale
     return out
 
 

@@ -20,14 +20,29 @@ inline uint32_t largest_pattern(const float *u) {
     return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epu32(two, _mm_shuffle_epi32(two, 0xb1))));
 }
 
+/* The steps that integers stand for. */
+template <int kBits>
+inline __m256 values(__m256i q) {
+    __m256 x = _mm256_cvtepi32_ps(q);
+    return kBits == 8 ? x : _mm256_mul_ps(x, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x));
+}
+
+/* The root of a few steps, to nearest, with their sign: none is so near to a tie that the estimate decides. */
+inline __m256i roots(__m256i steps) {
+    __m256 size = _mm256_cvtepi32_ps(_mm256_abs_epi32(steps));
+    __m256 root = _mm256_mul_ps(size, _mm256_rsqrt_ps(_mm256_max_ps(size, _mm256_set1_ps(1.0f))));
+    return _mm256_sign_epi32(_mm256_cvtps_epi32(root), steps);
+}
+
 /* Eight integers of a block, and what they leave of u. */
-template <Rest kRest>
+template <int kBits, Rest kRest>
 inline __m256i integers(const float *u, __m256 by, __m256 unit, float *rest) {
     __m256 x = _mm256_load_ps(u);
     __m256i q = _mm256_cvtps_epi32(_mm256_mul_ps(x, by));
+    if (kBits == 4) q = roots(q);
     if (kRest == Rest::kNone) return q;
     /* the product is exact, so that fusing it with the difference rounds no differently */
-    x = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(q), unit, x);
+    x = _mm256_fnmadd_ps(values<kBits>(q), unit, x);
     (kRest == Rest::kStreamed ? _mm256_stream_ps : _mm256_storeu_ps)(rest, x);
     return q;
 }
@@ -53,7 +68,7 @@ inline void quantize(const float *u, float inverse, float scale, uint8_t *out, f
 #pragma GCC unroll 4
             for (int i = 0; i < 4; ++i) {
                 int at = k + 32 * h + 8 * i;
-                q[i] = integers<kRest>(u + at, by, unit, rest + at);
+                q[i] = integers<kBits, kRest>(u + at, by, unit, rest + at);
             }
             bytes[h] = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
         }
@@ -89,7 +104,7 @@ inline void sum_of_integers(const uint8_t *q, int64_t stride, int count, const f
             const __m256 unit = _mm256_set1_ps(scales[j]);
 #pragma GCC unroll 8
             for (int i = 0; i < 8; ++i) { /* the product is exact */
-                s[i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(eight_integers<kBits>(from + i * kBits)), unit, s[i]);
+                s[i] = _mm256_fmadd_ps(values<kBits>(eight_integers<kBits>(from + i * kBits)), unit, s[i]);
             }
         }
 #pragma GCC unroll 4

@@ -28,6 +28,18 @@ inline __m512i join_pairs(__m512i bytes) {
     return _mm512_maddubs_epi16(_mm512_and_si512(bytes, _mm512_set1_epi8(15)), _mm512_set1_epi16(0x1001));
 }
 
+/* The steps that integers of 4 bits stand for: of -8 nothing is sent. */
+inline __m512 levels() {
+    return _mm512_setr_ps(0, 1, 4, 9, 16, 25, 36, 49, -64, -49, -36, -25, -16, -9, -4, -1);
+}
+
+/* The root of a few steps, to nearest, with their sign: none is so near to a tie that the estimate decides. */
+inline __m512i roots(__m512i steps) {
+    __m512 size = _mm512_cvtepi32_ps(_mm512_abs_epi32(steps));
+    __m512i root = _mm512_cvtps_epi32(_mm512_mul_ps(size, _mm512_rsqrt14_ps(_mm512_max_ps(size, _mm512_set1_ps(1.0f)))));
+    return _mm512_mask_sub_epi32(root, _mm512_cmplt_epi32_mask(steps, _mm512_setzero_si512()), _mm512_setzero_si512(), root);
+}
+
 template <int kBits, Rest kRest>
 inline void quantize(const float *u, float inverse, float scale, uint8_t *out, float *rest) {
     const __m512 by = _mm512_set1_ps(inverse), unit = _mm512_set1_ps(scale);
@@ -36,9 +48,10 @@ inline void quantize(const float *u, float inverse, float scale, uint8_t *out, f
     for (int k = 0; k < 8; ++k) {
         __m512 x = _mm512_load_ps(u + 16 * k);
         q[k] = _mm512_cvtps_epi32(_mm512_mul_ps(x, by));
+        if (kBits == 4) q[k] = roots(q[k]);
         if (kRest == Rest::kNone) continue;
         /* the product is exact, so that fusing it with the difference rounds no differently */
-        x = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(q[k]), unit, x);
+        x = _mm512_fnmadd_ps(kBits == 8 ? _mm512_cvtepi32_ps(q[k]) : _mm512_permutexvar_ps(q[k], levels()), unit, x);
         if (kRest == Rest::kStreamed) {
             _mm512_stream_ps(rest + 16 * k, x);
         } else {
@@ -75,9 +88,8 @@ inline void sum_of_integers(const uint8_t *q, int64_t stride, int count, const f
         return;
     }
     /* The sixteen values of a block make a table; even and odd elements are summed apart. */
-    const __m512 levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
     for (int j = 0; j < count; ++j, q += stride) {
-        const __m512 values = _mm512_mul_ps(levels, _mm512_set1_ps(scales[j]));
+        const __m512 values = _mm512_mul_ps(levels(), _mm512_set1_ps(scales[j]));
 #pragma GCC unroll 4
         for (int k = 0; k < 8; k += 2) {
             __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(q + 8 * k)));

@@ -43,10 +43,10 @@ struct BlockScale {
     float scale, inverse;
     template <int kBits>
     static BlockScale of(uint32_t most) {
-        float largest = float_of(most), exact = largest / static_cast<float>((1 << (kBits - 1)) - 1);
+        float largest = float_of(most), exact = largest / (kBits == 4 ? 49.0f : 127.0f);
         float scale = float_of((bits_of(exact) + 0x8000) & 0xffff0000);
-        /* No integer is beyond the limits L: scale is largest / L but for a factor between 1 - 2^-8 and 1 + 2^-8, so that
-         * |u * inverse| is less than L + 1/2; and the largest one is L. */
+        /* Nothing is beyond L steps: scale is largest / L but for a factor between 1 - 2^-8 and 1 + 2^-8, so that
+         * |u * inverse| is less than L + 1/2; and the largest rounds to L. */
         float inverse = 1.0f / scale;
         bool huge = most > kHugePattern, empty = !(scale >= kTinyScale);
         return {huge ? __builtin_nanf("") : empty ? 0.0f : scale, huge || empty ? 0.0f : inverse};

@@ -21,15 +21,29 @@ inline uint32_t largest_pattern(const float *u) {
     return static_cast<uint32_t>(all);
 }
 
-/* 16 kBits bytes of integers: u * inverse, to nearest, ties to even; rest <- u - integer * scale, unless there is none.
- * u is aligned to 64 bytes. */
+/* The steps that an integer stands for. */
+template <int kBits>
+inline float value(int32_t q) {
+    return static_cast<float>(kBits == 8 ? q : q < 0 ? -q * q : q * q);
+}
+
+/* The root of at most 49 steps, to nearest, with their sign. */
+inline int32_t root(int32_t steps) {
+    int32_t size = steps < 0 ? -steps : steps, q = 0;
+    for (int32_t k = 0; k < 7; ++k) q += size > k * (k + 1);
+    return steps < 0 ? -q : q;
+}
+
+/* 16 kBits bytes of integers: the steps u * inverse, to nearest, ties to even, or the nearest to their root if kBits is
+ * 4; rest <- u - value, unless there is none. u is aligned to 64 bytes. */
 template <int kBits, Rest kRest>
 inline void quantize(const float *u, float inverse, float scale, uint8_t *out, float *rest) {
     constexpr float kMagic = 12582912.0f; /* 1.5 * 2^23: added to a small number it leaves its rounded value below */
     int32_t q[128];
     for (int i = 0; i < 128; ++i) {
-        q[i] = static_cast<int32_t>(bits_of(u[i] * inverse + kMagic) - bits_of(kMagic));
-        if (kRest != Rest::kNone) rest[i] = u[i] - static_cast<float>(q[i]) * scale;
+        int32_t steps = static_cast<int32_t>(bits_of(u[i] * inverse + kMagic) - bits_of(kMagic));
+        q[i] = kBits == 8 ? steps : root(steps);
+        if (kRest != Rest::kNone) rest[i] = u[i] - value<kBits>(q[i]) * scale;
     }
     if (kBits == 8) {
         for (int i = 0; i < 128; ++i) out[i] = static_cast<uint8_t>(q[i]);
@@ -49,8 +63,8 @@ inline void sum_of_integers(const uint8_t *q, int64_t stride, int count, const f
             for (int i = 0; i < 128; ++i) sum[i] += static_cast<float>(static_cast<int8_t>(q[i])) * scale;
         } else {
             for (int i = 0; i < 64; ++i) { /* the sign is the fourth bit */
-                sum[2 * i] += static_cast<float>(((q[i] & 15) ^ 8) - 8) * scale;
-                sum[2 * i + 1] += static_cast<float>(((q[i] >> 4) ^ 8) - 8) * scale;
+                sum[2 * i] += value<4>(((q[i] & 15) ^ 8) - 8) * scale;
+                sum[2 * i + 1] += value<4>(((q[i] >> 4) ^ 8) - 8) * scale;
             }
         }
     }

@@ -96,7 +96,8 @@ struct Integers {
             });
         }
         return each([&](int k) {
-            return Real(static_cast<float>(static_cast<int>((word >> (4 * k) & 15u) ^ 8u) - 8)) * scale;
+            const Real integer = static_cast<float>(static_cast<int>((word >> (4 * k) & 15u) ^ 8u) - 8);
+            return integer * Real(fabsf(integer.value)) * scale;
         });
     }
 };
@@ -107,7 +108,7 @@ struct BlockScale {
     Real scale, inverse;  // inverse == 0: all integers are 0
 };
 
-// most: the largest pattern of the block, without sign; limit: the largest integer.
+// most: the largest pattern of the block, without sign; limit: its steps.
 __device__ inline BlockScale block_scale(unsigned most, Real limit) {
     if (most > kHugePattern) return {__uint_as_float(kNaNPattern), 0.0f};
     const Real exact = Real(__uint_as_float(most)) / limit;
@@ -149,7 +150,7 @@ __device__ inline void quantize(Quad (&u)[kTileQuads], const Integers& to, const
     const int64_t size = to.size(tile.chunk);
     uint8_t* const message = to.messages + tile.chunk * to.stride;
     uint8_t* const scales = message + integers_nbytes(size, to.bits);
-    const Real limit = to.bits == 8 ? 127.0f : 7.0f;
+    const Real limit = to.bits == 8 ? 127.0f : 49.0f;
 #pragma unroll
     for (int q = 0; q < kTileQuads; ++q) {
         const int offset = tile.offset(q);
@@ -162,10 +163,12 @@ __device__ inline void quantize(Quad (&u)[kTileQuads], const Integers& to, const
         }
         unsigned word = 0;
         u[q] = each([&](int k) {
-            const int integer = scale.inverse.value == 0.0f ? 0 : __float2int_rn((u[q].of[k] * scale.inverse).value);
+            const int steps = scale.inverse.value == 0.0f ? 0 : __float2int_rn((u[q].of[k] * scale.inverse).value);
+            const Real size = fabsf(static_cast<float>(steps));
+            const int root = __float2int_rn(square_root(size).value), integer = to.bits == 8 ? steps : steps < 0 ? -root : root;
             word |= to.bits == 8 ? (static_cast<unsigned>(integer) & 0xffu) << (8 * k)
                                  : (static_cast<unsigned>(integer) & 15u) << (4 * k);
-            return u[q].of[k] - Real(static_cast<float>(integer)) * scale.scale;
+            return u[q].of[k] - Real(static_cast<float>(to.bits == 8 ? integer : integer * abs(integer))) * scale.scale;
         });
         if (offset < (tile.length + 7) / 8 * 8) { /* the integers of eight elements are written together */
             if (to.bits == 8) {
