@@ -237,16 +237,16 @@ def test_new_errors_elsewhere_leave_the_old_ones(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rounding_adds_to_the_second_moment_what_the_equation_says(bits: int) -> None:
-    """With error feedback, if gradients stay for long, E y^2 = E g^2 + s^2 E (x - a) (b - x), with |g| / s between a and b.
+    """With error feedback E y^2 = g^2 + s^2 (x - a) (b - x), x = |g| / s between a and b; the mean is not changed.
 
-    The mean is not changed.
+    Where the steps below a are smaller, a message is sometimes below a, and the equation is near the truth.
     """
     form, steps, numel = IntegerFormat(bits), 6000, 128
     sizes = torch.logspace(-1.5, -0.5, numel)  # of elements beside one of 1, which sets the scale of the block
     sizes[0] = 1.0
-    noise = torch.randn(steps // 300, numel, generator=torch.Generator().manual_seed(0)).clamp_(-3, 3)
-    noise = noise.repeat_interleave(300, dim=0)
-    grads = sizes * torch.where(torch.arange(numel) == 0, 1.0, 0.2 + 0.3 * noise)
+    noise = normal(numel).clamp_(-3, 3)
+    noise[0] = 0.8 / 0.3
+    grads = (sizes * (0.2 + 0.3 * noise)).expand(steps, numel)
     scale = float(torch.tensor(1 / MOST[bits]).bfloat16())
     size = grads.abs() / scale
     below = size.floor() if bits == 8 else size.sqrt().floor().square()
@@ -264,4 +264,8 @@ def test_rounding_adds_to_the_second_moment_what_the_equation_says(bits: int) ->
     torch.testing.assert_close(
         sent.mean(dim=0), grads.mean(dim=0), rtol=0, atol=float((above - below).max()) * scale / steps
     )
-    torch.testing.assert_close(sent[:, 1:].square().mean(dim=0), expected[1:], rtol=0.1, atol=0)
+    even = torch.ones(numel, dtype=torch.bool) if bits == 8 else (size < 1)[0]
+    assert int(even.sum()) > numel // 4
+    found = sent.square().mean(dim=0)
+    torch.testing.assert_close(found[even], expected[even], rtol=0.1, atol=0)
+    torch.testing.assert_close(found, expected, rtol=0.3, atol=0)
