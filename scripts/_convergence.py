@@ -145,7 +145,11 @@ def rival(title: str, name: str, **options: Any) -> Run:
 
 #: By group; a run that stands in several groups is run once.
 RUNS: dict[str, dict[str, Run]] = {
-    "optimizers": named(*every("")),
+    "optimizers": named(
+        *every(""),
+        Run("AdamW, int4 gradients, state=compact", "AdamW", COMPACT, gradients="int4"),
+        Run("OnebitAdam, state=compact, clip=late", "OnebitAdam", COMPACT | {"clip": "late"}),
+    ),
     "rivals": named(
         ADAMW,
         rival("AdamW, bfloat16 gradients", "bfloat16"),

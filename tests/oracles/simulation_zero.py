@@ -127,7 +127,7 @@ class ZeroSimulation:
             return
         ahead = self.flat(self.masters) - self.flat(self.params)
         values = np.concatenate([quantize(ahead[start:stop], self.bits[1]) for start, stop in self.chunks])
-        self.finest = float(np.abs(ahead).max()) / (2 ** self.bits[1] - 2)
+        self.finest = float(np.abs(ahead).max()) * (6.5 / 49 if self.bits[1] == 4 else 0.5 / 127)  # half a gap
         with torch.no_grad():
             for number, begin in small.items():
                 param = self.params[number]

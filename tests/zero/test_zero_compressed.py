@@ -179,7 +179,7 @@ def test_masters_are_read_written_and_lent(rank: int, world_size: int) -> None:
             optimizer.step()  # without gradients nothing but differences travels
             apart = (optimizer.get_full_param(model.embedding.weight) - model.embedding.weight.float()).detach().abs()
             lag.append(float(apart.max()))
-        assert 1.0 > 10 * lag[0] and (lag[0] > 8 * lag[1] > 0 or dtype == torch.bfloat16) and lag[2] < 0.01
+        assert 1.0 > 7 * lag[0] and (lag[0] > 7 * lag[1] > 0 or dtype == torch.bfloat16) and lag[2] < 0.01
         optimizer.settle_parameters()
         assert list(different(masters_of(model, optimizer), bits(model))) == []
         assert same_on_all_ranks(p.float() for p in model.parameters())
