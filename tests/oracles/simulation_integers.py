@@ -8,6 +8,8 @@ import numpy as np
 from tests.oracles.simulation import chunk_bounds
 
 BLOCK = 128
+MOST = {4: 49, 8: 127}  # steps of a block's largest element
+TIES = {4: np.arange(7) * np.arange(1, 8) + 0.5, 8: np.arange(127) + 0.5}  # between steps
 
 
 def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
@@ -18,14 +20,13 @@ def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 def quantize(u: np.ndarray, bits: int) -> np.ndarray:
     """The float32 values that the message of one chunk stands for."""
-    most = np.float32(127 if bits == 8 else 49)
     out = np.empty_like(u)
     for start in range(0, len(u), BLOCK):
         block = u[start : start + BLOCK]
         if not np.isfinite(block).all():
             out[start : start + BLOCK] = np.nan
             continue
-        scale = round_to_bfloat16(np.array([np.abs(block).max() / most], np.float32))[0]
+        scale = round_to_bfloat16(np.array([np.abs(block).max() / np.float32(MOST[bits])], np.float32))[0]
         if scale < np.float32(2.0**-120):
             out[start : start + BLOCK] = 0
             continue

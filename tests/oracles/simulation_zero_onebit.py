@@ -17,7 +17,7 @@ from tests.oracles.simulation import (
     sketched_norm,
 )
 from tests.oracles.simulation_compact import NEGLIGIBLE, CompactOnebitAdam
-from tests.oracles.simulation_integers import BLOCK, in_full
+from tests.oracles.simulation_integers import BLOCK, MOST, TIES, in_full
 from tests.oracles.simulation_integers import quantize as to_integers
 
 
@@ -47,12 +47,12 @@ class ZeroOnebitAdam(CompactOnebitAdam):
         return True
 
     def _message(self, values: np.ndarray) -> np.ndarray:
-        sent, levels = to_integers(values.astype(np.float32), self.bits).astype(np.float64), 2 ** (self.bits - 1) - 1
+        sent, most = to_integers(values.astype(np.float32), self.bits).astype(np.float64), MOST[self.bits]
         for start in range(0, values.size, BLOCK):
             block, kept = values[start : start + BLOCK], sent[start : start + BLOCK]
-            scale = np.abs(kept).max() / levels
+            scale = np.abs(kept).max() / most
             if scale > NEGLIGIBLE:
-                away = float(np.min(0.5 - np.abs(block - kept) / scale)) / levels
+                away = float(np.min(np.abs(np.abs(block / scale)[:, None] - TIES[self.bits]))) / most
                 self.min_distance = min(self.min_distance, away)
         return sent
 
