@@ -19,9 +19,9 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 TOTALS = {
     "modules of the package": 90,
-    "lines of the package": 24_696,
-    "lines of tests": 28_567,
-    "lines of scripts": 4_703,
+    "lines of the package": 24_707,
+    "lines of tests": 28_586,
+    "lines of scripts": 4_707,
 }
 CALLED = {"OnebitAdam": 15, "ZeroOneAdam": 16, "OnebitLamb": 15, "DDP, int4 gradients": 11, "ZeRO-2": 15}
 
