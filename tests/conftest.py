@@ -24,3 +24,9 @@ def rank_pool() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     harness._pool.kill()
+
+
+@pytest.fixture
+def fresh_ranks() -> None:
+    """Ranks in new processes, whose allocators have kept nothing of other tests."""
+    harness._pool.kill()

@@ -96,6 +96,7 @@ def test_peak_of_a_step_is_buckets(rank: int, world_size: int) -> None:
 
 
 @needs_proc
+@pytest.mark.usefixtures("fresh_ranks")
 @pytest.mark.parametrize("name", ["OnebitAdam", pytest.param("ZeroOneAdam", marks=pytest.mark.full)])
 @on_ranks(2, timeout=120)
 def test_the_first_steps_and_the_switch_take_no_copy_of_a_large_tensor(rank: int, world_size: int, name: str) -> None:
