@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import hf_compressopt
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
-from tests.support.family import FAMILY, draw, optimizer_of
+from tests.support.family import FAMILY, draw, go_on, make, optimizer_of
 from tests.support.harness import on_ranks, same_on_all_ranks
 from tests.support.logs import log_lines
 
@@ -142,6 +142,15 @@ def test_ranks_with_different_hyperparameters_fail_together(rank: int, world_siz
                 optimizer.step()
 
 
+@pytest.mark.parametrize("option", [("state", "compact", "float32"), ("clip", "local", "sketch"), ("zero_stage", 0, 1)])
+@on_ranks(2, timeout=30)
+def test_ranks_with_different_options_fail_together(rank: int, world_size: int, option: tuple[Any, ...]) -> None:
+    name, *values = option
+    params, optimizer = make(rank, 0, **{name: values[rank]})
+    with pytest.raises(ValueError, match=r"^ranks \[1\] differ from rank 0"):
+        go_on(rank, params, optimizer, range(1))
+
+
 # -- parameters that differ at the switch -----------------------------------------------------------------------------
 
 
@@ -172,9 +181,6 @@ def test_rounding_differences_are_mended_at_the_switch_and_larger_ones_refused(
     assert same_on_all_ranks([param]) and len(told) == (rank == 0)
     with pytest.raises(ValueError, match="differ by more than rounding at the end of the warmup stage"):
         differ_at_the_switch(rank, world_size, name, 1e-4)
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

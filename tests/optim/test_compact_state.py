@@ -93,13 +93,6 @@ def test_copies_and_state_dicts_go_on(rank: int, world_size: int, stop: int, sav
         assert (one - other).abs().sum() <= 5e-3 * one.numel()
 
 
-@on_ranks(2)
-def test_ranks_whose_state_differs_are_refused(rank: int, world_size: int) -> None:
-    params, optimizer = make(rank, 0, state=("compact", "float32")[rank])
-    with pytest.raises(ValueError, match="differ"):
-        go_on(rank, params, optimizer, range(1))
-
-
 @pytest.mark.parametrize("state", ["compact", "float32"])
 @on_ranks(2)
 def test_all_of_the_state_moves_with_the_parameters(rank: int, world_size: int, state: str) -> None:

@@ -130,14 +130,6 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(rank: int, wo
     assert optimizer.skipped_steps == 1 and same_on_all_ranks(weights[:1])
 
 
-@on_ranks(2)
-def test_ranks_must_clip_alike(rank: int, world_size: int) -> None:
-    p = torch.nn.Parameter(torch.zeros(9))
-    p.grad = torch.ones(9)
-    with pytest.raises(ValueError, match="differ from rank 0"):
-        OnebitAdam([p], clip="sketch" if rank else "local").step()
-
-
 @pytest.mark.parametrize(("numel", "scale_block", "warns"), [(26_624, 512, 0), (400, 4096, 1), (26_624, 8, 1)])
 @on_ranks(2)
 def test_messages_that_are_larger_than_4_bits_are_warned_of_once(

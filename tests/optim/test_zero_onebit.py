@@ -327,6 +327,3 @@ def test_state_of_other_ranks_is_refused(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match=r"one rank's part of moments|was saved by rank"):
             other.load_state_dict(given)
         assert same(before, everything(params, other))
-    params, optimizer = make(rank, 0, zero_stage=rank)
-    with pytest.raises(ValueError, match="differ"):
-        go_on(rank, params, optimizer, range(1))
