@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -53,12 +54,11 @@ def held_back() -> Iterator[Gate]:
         assert gate.wait(30)
         allocate(*args)
 
-    os.posix_fallocate = wait_and_allocate
-    try:
-        yield gate
-    finally:
-        gate.set()
-        os.posix_fallocate = allocate
+    with mock.patch.object(os, "posix_fallocate", wait_and_allocate):
+        try:
+            yield gate
+        finally:
+            gate.set()
 
 
 def contents(folder: Path) -> tuple[dict[str, Any], list[Any]]:
@@ -191,22 +191,15 @@ def test_a_folder_that_cannot_be_is_told_at_once_on_all_ranks(tmp_path: Path) ->
 
 @on_ranks(2)
 def test_a_rank_without_memory_for_its_copy_is_heard_of_on_all(rank: int, world_size: int, tmp_path: Path) -> None:
-    def take(*_: Any) -> Any:
-        raise MemoryError("no room for a copy")
-
     params, optimizer = make(world_size)
     train(rank, world_size, params, optimizer, range(3))
     save_state(optimizer, tmp_path)
-    take_copy = HostCopy.take
-    if rank == 1:
-        HostCopy.take = take  # type: ignore[method-assign]
-    try:
+    fails = {"side_effect": MemoryError("no room for a copy")} if rank == 1 else {"new": HostCopy.take}
+    with mock.patch.object(HostCopy, "take", **fails):
         pending = async_save_state(optimizer, tmp_path)
         train(rank, world_size, params, optimizer, range(3, 5))  # nobody waits for anybody
         with pytest.raises(MemoryError if rank == 1 else OSError, match="no room for a copy"):
             pending.result()
-    finally:
-        HostCopy.take = take_copy  # type: ignore[method-assign]
     load_state(optimizer, tmp_path)
     assert optimizer.metrics()["step"] == 3
     async_save_state(optimizer, tmp_path).result()

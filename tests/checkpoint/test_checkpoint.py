@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -287,11 +288,10 @@ def damage_after_check(rank: int, world_size: int, directory: str) -> None:
         read(self)
 
     _, optimizer = make(world_size)
-    _Reading.read = damage_and_read  # type: ignore[method-assign]
     try:
-        load_state(optimizer, directory)
+        with mock.patch.object(_Reading, "read", damage_and_read):
+            load_state(optimizer, directory)
     finally:
-        _Reading.read = read  # type: ignore[method-assign]
         assert len(turns) == 1
 
 

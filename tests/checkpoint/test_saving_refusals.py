@@ -6,11 +6,11 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -96,17 +96,9 @@ def test_an_error_while_older_files_are_removed_stops_nobody(rank: int, world_si
     train(rank, world_size, params, optimizer, range(2))
     save_state(optimizer, tmp_path)
     train(rank, world_size, params, optimizer, range(2, 3))
-    listing = Path.iterdir
-
-    def fail(path: Path) -> Any:
-        raise OSError("Input/output error")
-
-    if rank == 1:
-        Path.iterdir = fail  # type: ignore[method-assign]
-    try:
+    fails = {"side_effect": OSError("Input/output error")} if rank == 1 else {"new": Path.iterdir}
+    with mock.patch.object(Path, "iterdir", **fails):
         save_state(optimizer, tmp_path)
-    finally:
-        Path.iterdir = listing  # type: ignore[method-assign]
     _, other = make(world_size)
     load_state(other, tmp_path)
     assert other.metrics()["step"] == 3
@@ -155,15 +147,9 @@ def test_two_savers_into_one_folder_leave_a_whole_checkpoint(tmp_path: Path) -> 
     assert len(list(folder.glob("compressopt*"))) == 2 and len(list(folder.iterdir())) == 4
 
 
-@contextmanager
-def writing(write: Callable[..., Any]) -> Iterator[None]:
+def writing(write: Callable[..., Any]) -> Any:
     """Inside, a shard is written by ``write(before, snapshot, quiet)``."""
-    before = saving._write_shard
-    saving._write_shard = partial(write, before)
-    try:
-        yield
-    finally:
-        saving._write_shard = before
+    return mock.patch.object(saving, "_write_shard", partial(write, saving._write_shard))
 
 
 def save_what_another_removed(rank: int, world_size: int, directory: str) -> None:
@@ -363,19 +349,9 @@ def save_cut_off(rank: int, world_size: int, directory: str) -> None:
     train(rank, world_size, params, optimizer, range(3))
     save_state(optimizer, f"{directory}/machine{rank}")
     train(rank, world_size, params, optimizer, range(3, 4))
-    publish = saving.publish
-
-    def fail(*_: Any) -> None:
-        raise OSError("no power")
-
-    saving.publish = fail if rank == 1 else publish
-    try:
+    fails = {"side_effect": OSError("no power")} if rank == 1 else {"new": saving.publish}
+    with mock.patch.object(saving, "publish", **fails), pytest.raises(OSError):
         save_state(optimizer, f"{directory}/machine{rank}")
-    except OSError:
-        return
-    finally:
-        saving.publish = publish
-    raise AssertionError("the save did not fail")
 
 
 def test_a_save_that_some_machines_finished_is_loaded_by_all_or_refused_by_all(tmp_path: Path) -> None:
