@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import environment, free_port, run, run_python, torchrun
+from tests.support.launching import accelerate_launch, environment, run, run_python, torchrun
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "programs" / "plain_trainer_script.py")
 
@@ -27,17 +28,11 @@ def arguments(directory: Path) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_an_unmodified_trainer_script_runs_with_two_processes(launcher: str, tmp_path: Path) -> None:
-    starts = {
-        "torchrun": torchrun(2),
-        "accelerate": [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
-            *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
-            *("--main_process_port", str(free_port())),
-        ],
-    }
-    done = run([*starts[launcher], "-m", "hf_compressopt.run", SCRIPT, *arguments(tmp_path)])
+@pytest.mark.parametrize("launcher", [torchrun, accelerate_launch])
+def test_an_unmodified_trainer_script_runs_with_two_processes(
+    launcher: Callable[[int], list[str]], tmp_path: Path
+) -> None:
+    done = run([*launcher(2), "-m", "hf_compressopt.run", SCRIPT, *arguments(tmp_path)])
     for rank in (0, 1):
         assert f"rank {rank} of 2 ran {SCRIPT} as __main__" in done.stdout
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from hf_compressopt.planner import link, report
 from hf_compressopt.planner.cost import Cluster, Model, Training
 from hf_compressopt.planner.link import Link, Timing
-from tests.support.launching import free_port, run, run_python, torchrun
+from tests.support.launching import accelerate_launch, run, run_python, torchrun
 
 SIZES = [4096 * 4**power for power in range(8)]
 MODULE = ["-m", "hf_compressopt.advise"]
@@ -309,17 +310,9 @@ def test_a_launch_that_cannot_be_is_said(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_real_launchers(launcher: str) -> None:
-    starts: dict[str, Any] = {
-        "torchrun": torchrun(2),
-        "accelerate": [
-            *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
-            *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
-            *("--main_process_port", str(free_port())),
-        ],
-    }
-    done = run([*starts[launcher], *MODULE, "--params", "1e5", "--tokens", "16"])
+@pytest.mark.parametrize("launcher", [torchrun, accelerate_launch])
+def test_real_launchers(launcher: Callable[[int], list[str]]) -> None:
+    done = run([*launcher(2), *MODULE, "--params", "1e5", "--tokens", "16"])
     assert done.stdout.count("\nuse --optim ") == 1
     for collective in link.COLLECTIVES:
         assert f"measured the link, {collective}: " in done.stdout

@@ -41,6 +41,12 @@ def torchrun(world_size: int) -> list[str]:
     return [*module, "--nproc_per_node", str(world_size), "--master_port", str(free_port())]
 
 
+def accelerate_launch(world_size: int) -> list[str]:
+    module = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(world_size)]
+    options = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    return [*module, *options, "--main_process_port", str(free_port())]
+
+
 def own_network() -> list[str]:
     """The start of a command that runs in a network namespace of its own; [] where this user may make none."""
     if shutil.which("unshare"):
