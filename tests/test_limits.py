@@ -19,9 +19,9 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 TOTALS = {
     "modules of the package": 90,
-    "lines of the package": 24_707,
-    "lines of tests": 28_601,
-    "lines of scripts": 4_707,
+    "lines of the package": 24_704,
+    "lines of tests": 28_552,
+    "lines of scripts": 4_704,
 }
 CALLED = {"OnebitAdam": 15, "ZeroOneAdam": 16, "OnebitLamb": 15, "DDP, int4 gradients": 11, "ZeRO-2": 15}
 

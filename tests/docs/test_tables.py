@@ -49,7 +49,7 @@ def tuned(name: str, ranks: int = 4) -> float:
 
 
 def accuracies(task: str) -> str:
-    """Those of int4 gradients and of AdamW, means over seeds."""
+    """Name the accuracies of int4 gradients and of AdamW, means over seeds."""
     names = (f"AdamW, int4 gradients, {task}", f"AdamW, {task}")
     mine, adamw = (fmean(row["accuracy"] for row in made.losses(name, 2).values()) for name in names)
     return f"{mine:.3f} against {adamw:.3f}"
