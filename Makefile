@@ -51,8 +51,8 @@ kernels:
 	@if ! command -v c++ >/dev/null; then \
 	    echo "== no native libraries: they need a C++ compiler (c++); the reference implementation does their work =="; exit; \
 	fi; \
-	cmake=cmake; \
-	if ! echo 'cmake_minimum_required(VERSION 3.25)' | cmake -P /dev/stdin >/dev/null 2>&1; then \
+	cmake=cmake; mkdir -p build; echo 'cmake_minimum_required(VERSION 3.25)' > build/version.cmake; \
+	if ! cmake -P build/version.cmake >/dev/null 2>&1; then \
 	    cmake=build/cmake/bin/cmake; \
 	    test -x $$cmake || { echo "== cmake >= 3.25, from pip: there is none here =="; $(PYTHON) -m venv build/cmake && \
 	        build/cmake/bin/python -m pip install --quiet --disable-pip-version-check 'cmake>=3.25'; } || exit; \

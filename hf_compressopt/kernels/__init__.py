@@ -21,7 +21,16 @@ from hf_compressopt.kernels.codec import (
     on,
     sum_of_squares,
 )
-from hf_compressopt.kernels.errors import ERROR_BITS, CompactErrors, Errors, like_errors, tensor_of, values_of_errors
+from hf_compressopt.kernels.compact import (
+    ERROR_BITS,
+    CompactErrors,
+    Errors,
+    LogVariance,
+    Variance,
+    like_errors,
+    tensor_of,
+    values_of_errors,
+)
 from hf_compressopt.kernels.messages import (
     INTEGER_BITS,
     MESSAGE_ALIGNMENT,
@@ -41,4 +50,3 @@ from hf_compressopt.kernels.operands import (
     ParameterSync,
     Segment,
 )
-from hf_compressopt.kernels.variance import LogVariance, Variance

@@ -68,24 +68,15 @@ class AdamStep:
 
 @dataclass
 class AdamTensors:
-    """The tensors of one step: lists with an entry for each parameter, of its shape.
+    """The tensors of one step: lists with an entry for each parameter, of its shape."""
 
-    Attributes:
-        grads: float32, bfloat16, float16 or float64.
-        params: Of the same dtypes. A parameter with a master is only written.
-        exp_avgs: float32, or the parameter's dtype; so are exp_avg_sqs.
-        steps: [] float32 each, on the parameter's device, counted up.
-        masters: float32 weights that are updated in place of the parameter, or None for each, or None.
-        copies: Tensors that also receive the new parameter, rounded to their dtype, or None for each, or None.
-    """
-
-    grads: list[Tensor]
-    params: list[Tensor]
-    exp_avgs: list[Tensor]
+    grads: list[Tensor]  # float32, bfloat16, float16 or float64
+    params: list[Tensor]  # of the same dtypes; one with a master is only written
+    exp_avgs: list[Tensor]  # float32, or the parameter's dtype; so are exp_avg_sqs
     exp_avg_sqs: list[Tensor]
-    steps: list[Tensor]
-    masters: list[Tensor | None] | None = None
-    copies: list[Tensor | None] | None = None
+    steps: list[Tensor]  # [] float32 each, on the parameter's device, counted up
+    masters: list[Tensor | None] | None = None  # float32 weights that are updated in place of the parameter
+    copies: list[Tensor | None] | None = None  # they also receive the new parameter, rounded to their dtype
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
         """Yield gradient, parameter, exp_avg, exp_avg_sq, step, master and copy of each parameter."""
@@ -94,7 +85,6 @@ class AdamTensors:
         return zip(*required, self.masters or none, self.copies or none, strict=True)
 
     def take(self, indices: Sequence[int]) -> AdamTensors:
-        """Return the tensors of some parameters."""
         if len(indices) == len(self.params):
             return self
         return AdamTensors(*(values and [values[i] for i in indices] for values in vars(self).values()))
@@ -138,7 +128,6 @@ class AdamPlan:
     """The choice of an implementation for each tensor, with the tables that native code reads."""
 
     def __init__(self, tensors: AdamTensors) -> None:
-        """See the class."""
         parts: dict[tuple[_Kind, torch.device], list[int]] = defaultdict(list)
         seen: set[int] = set()
         for index, row in enumerate(tensors.rows()):
@@ -176,7 +165,6 @@ class AdamPlan:
         return _still(tensors.masters, self._masters) and _still(tensors.copies, self._copies)
 
     def run(self, tensors: AdamTensors, step: AdamStep) -> None:
-        """Take the step."""
         for part in self._parts:
             part.run(tensors, step.on(part.device))
 
@@ -272,14 +260,13 @@ def _places(tensors: list[Tensor | None] | None) -> _Places:
 
 
 def _still(tensors: list[Tensor | None] | None, places: _Places) -> bool:
-    """Return whether these are the same tensors, at the same addresses."""
     if tensors is None or places is None:
         return tensors is places
     for tensor, place in zip(tensors, places, strict=True):
         if tensor is None or place is None:
-            if tensor is not None or place is not None:
+            if tensor is not None or place is not None:  # a tensor that is gone is not one that never was
                 return False
-        elif place[0]() is not tensor or place[1] != tensor.data_ptr():
+        elif tensor is not place[0]() or tensor.data_ptr() != place[1]:
             return False
     return True
 
@@ -363,31 +350,24 @@ def _wide(tensor: Tensor) -> Tensor:
 # -- by native code ---------------------------------------------------------------------------------------------------
 
 
-class _Row(ctypes.Structure):
-    """``co_adam_tensor``."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "master", "copy", "step")),
-        ("numel", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("param_dtype", "grad_dtype", "moment_dtype", "copy_dtype")),
-    ]
-
-
-class _Options(ctypes.Structure):
-    """``co_adam_options``."""
-
-    _fields_ = [
-        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
-        *((name, ctypes.c_void_p) for name in ("lr_pointer", "grad_scale", "found_inf", "clip_factor")),
-        *((name, ctypes.c_int32) for name in ("adam_w_mode", "bias_correction", "maximize", "write_grads")),
-    ]
+_Row = library.record(
+    "co_adam_tensor",
+    (ctypes.c_void_p, "param grad exp_avg exp_avg_sq master copy step"),
+    (ctypes.c_int64, "numel"),
+    (ctypes.c_int32, "param_dtype grad_dtype moment_dtype copy_dtype"),
+)
+_Options = library.record(
+    "co_adam_options",
+    (ctypes.c_double, "lr beta1 beta2 eps weight_decay"),
+    (ctypes.c_void_p, "lr_pointer grad_scale found_inf clip_factor"),
+    (ctypes.c_int32, "adam_w_mode bias_correction maximize write_grads"),
+)
 
 
 class AdamTable:
     """The addresses of one device's tensors, as native code reads them: same strides for each parameter, no gaps."""
 
     def __init__(self, tensors: AdamTensors) -> None:
-        """See the class."""
         self._rows = (_Row * len(tensors.params))(*(_row(*row) for row in tensors.rows()))
         words = memoryview(self._rows).cast("B").cast("Q")
         self._grads = words[_Row.grad.offset // 8 :: ctypes.sizeof(_Row) // 8]
@@ -401,22 +381,11 @@ class AdamTable:
             grads_at = _addresses(grads)
         if grads_at != self._grads_at:
             self._grads[:], self._grads_at = array("Q", grads_at), grads_at
-        lr = step.lr
-        options = _Options(
-            0.0 if isinstance(lr, Tensor) else lr,
-            step.beta1,
-            step.beta2,
-            step.eps,
-            step.weight_decay,
-            lr.data_ptr() if isinstance(lr, Tensor) else None,
-            _pointer(step.grad_scale),
-            _pointer(step.found_inf),
-            _pointer(step.clip_factor),
-            step.adam_w_mode,
-            step.bias_correction,
-            step.maximize,
-            step.write_grads,
-        )
+        lr, lr_at = (0.0, step.lr) if isinstance(step.lr, Tensor) else (step.lr, None)
+        numbers = lr, step.beta1, step.beta2, step.eps, step.weight_decay
+        places = map(_pointer, (lr_at, step.grad_scale, step.found_inf, step.clip_factor))
+        flags = step.adam_w_mode, step.bias_correction, step.maximize, step.write_grads
+        options = _Options(*numbers, *places, *flags)
         library.call("co_adam", device, self._rows, len(self._rows), ctypes.byref(options))
 
 
@@ -427,21 +396,9 @@ def _addresses(tensors: list[Tensor]) -> list[int]:
         return [*map(address_of, tensors)]
 
 
-def _row(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor | None, copy: Tensor | None) -> _Row:
-    return _Row(
-        param=p.data_ptr(),
-        grad=g.data_ptr(),
-        exp_avg=m.data_ptr(),
-        exp_avg_sq=v.data_ptr(),
-        master=_pointer(master),
-        copy=_pointer(copy),
-        step=t.data_ptr(),
-        numel=p.numel(),
-        param_dtype=DTYPES[p.dtype],
-        grad_dtype=DTYPES[g.dtype],
-        moment_dtype=DTYPES[m.dtype],
-        copy_dtype=0 if copy is None else DTYPES[copy.dtype],
-    )
+def _row(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor | None, copy: Tensor | None) -> Any:
+    dtypes = DTYPES[p.dtype], DTYPES[g.dtype], DTYPES[m.dtype], 0 if copy is None else DTYPES[copy.dtype]
+    return _Row(*map(_pointer, (p, g, m, v, master, copy, t)), p.numel(), *dtypes)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels import library, native, reference, selfcheck
-from hf_compressopt.kernels.errors import Errors
+from hf_compressopt.kernels.compact import Errors
 from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.kernels.messages import Code, IntegerCode, SignCode
 from hf_compressopt.kernels.operands import AnyAverage, Average, Combination, IntegerAverage, Segment
@@ -80,7 +80,6 @@ class SignFormat(SignCode, MessageFormat[Average]):
     """Signs, and a scale per block. See :class:`~hf_compressopt.kernels.messages.SignCode`."""
 
     def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> Average:
-        """See :meth:`MessageFormat.average`."""
         return Average(numel, None, messages, world_size, self.scale_block, stride)
 
 
@@ -88,7 +87,6 @@ class IntegerFormat(IntegerCode, MessageFormat[IntegerAverage]):
     """Integers of 4 or 8 bits, and a scale per block. See :class:`~hf_compressopt.kernels.messages.IntegerCode`."""
 
     def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> IntegerAverage:
-        """See :meth:`MessageFormat.average`."""
         return IntegerAverage(numel, messages, world_size, self.bits, stride)
 
     def mean_(self, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:

@@ -32,10 +32,13 @@ _found: dict[tuple[str, int], str] = {}  # what lastingly hinders native kernels
 _warned: set[str] = set()
 
 
-class _Exec(ctypes.Structure):
-    _fields_ = [("threads", c_int32), ("device", c_int32), ("stream", c_void_p), ("allocate", c_void_p)]
+def record(name: str, *groups: tuple[type[Any], str]) -> Any:
+    """Return the class of a structure of ``compressopt.h``, by groups of fields of one type."""
+    fields = [(field, kind) for kind, names in groups for field in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
+_Exec = record("co_exec", (c_int32, "threads device"), (c_void_p, "stream allocate"))
 _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_compress": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
     "co_average_compress": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
@@ -118,7 +121,8 @@ def instruction_set(device_type: str) -> str:
 def use_instruction_set(name: str) -> None:
     """Use "avx512_gfni", "avx512", "avx2" or "portable" on the CPU from now on, if it can. For tests."""
     library = _library("cpu")
-    _check(library, library.co_use_instruction_set(name.encode()))
+    if library.co_use_instruction_set(name.encode()):
+        raise RuntimeError(library.co_last_error().decode())
 
 
 def call(function: str, device: torch.device, *arguments: Any) -> None:
@@ -221,7 +225,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def path_of(device_type: str) -> Path:
-    """Return where the library of a device type is, or would be."""
     return _DIRECTORY / f"libcompressopt_{device_type}.so"
 
 
@@ -251,11 +254,6 @@ def _check_device(device_type: str, index: int) -> tuple[str, bool]:
         return str(error), True
     code = library.co_check_device(index)
     return ("", True) if code == 0 else (library.co_last_error().decode(), code != _DEVICE_ERROR)
-
-
-def _check(library: ctypes.CDLL, code: int) -> None:
-    if code != 0:
-        raise RuntimeError(library.co_last_error().decode())
 
 
 def _index(device: torch.device) -> int:

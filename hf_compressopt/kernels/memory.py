@@ -84,6 +84,11 @@ def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtyp
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
 
 
+def reads_at_once(device: torch.device) -> bool:
+    """Return whether the host reads numbers of the device without waiting for work that is queued there."""
+    return device.type == "cpu"
+
+
 def why_not_dense(tensor: Tensor) -> str | None:
     """Return what a tensor is that no optimizer of this package reads or updates; None for a dense one."""
     if tensor.layout != torch.strided:

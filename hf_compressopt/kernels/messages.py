@@ -47,11 +47,7 @@ def travels_in_full(tensor: Tensor) -> bool:
 
 
 class Code(ABC):
-    """Layout of a chunk's values in a message.
-
-    Attributes:
-        scale_dtype: Of the scales in a message.
-    """
+    """Layout of a chunk's values in a message."""
 
     scale_dtype: torch.dtype
 
@@ -82,15 +78,9 @@ class Code(ABC):
 
     @abstractmethod
     def encode_(self, u: Tensor, message: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Write the message of a chunk.
+        """Write the message of a chunk, [nbytes(n)] uint8, and return Q(u). u: [n] float32, n > 0; likewise.
 
-        Args:
-            u: [n] float32, n > 0.
-            message: [nbytes(n)] uint8, written.
-            scale: What :meth:`common_scale` has returned for the bucket.
-
-        Returns:
-            Q(u), the values that the message stands for, [n] float32.
+        scale: What :meth:`common_scale` has returned for the bucket.
         """
 
     @abstractmethod
@@ -100,14 +90,7 @@ class Code(ABC):
     def chunks(
         self, messages: Tensor, numel: int, world_size: int, stride: int | None = None
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield the elements [start, stop) and the message of each chunk that has elements.
-
-        Args:
-            messages: uint8; one message after another, or, if ``stride`` is given, a stride apart.
-            numel: Elements of the bucket.
-            world_size: Number of chunks.
-            stride: Bytes from one message to the next, or None.
-        """
+        """Yield the elements [start, stop) and the message of each chunk that has elements, a stride apart if given."""
         byte = 0
         for rank, nbytes in enumerate(self.sizes(numel, world_size)[0]):
             start, stop = chunk_range(numel, world_size, rank)
@@ -116,15 +99,7 @@ class Code(ABC):
             byte += nbytes if stride is None else stride
 
     def sum_of(self, messages: Tensor, numel: int) -> Tensor:
-        """Sum messages of one chunk in groups of four, in rank order, and then the groups' sums, in order.
-
-        Args:
-            messages: [ranks, bytes] uint8.
-            numel: Elements of the chunk, > 0.
-
-        Returns:
-            [numel] float32.
-        """
+        """Sum messages of one chunk, [ranks, bytes]: groups of four in rank order, then their sums, in order."""
         sums = []
         for group in torch.split(messages, _GROUP):
             first, *others = (self.decode(message, numel) for message in group)
@@ -166,36 +141,25 @@ class SignCode(Code):
                             negative; zero, of either sign, counts as positive; bits beyond n are 0
     up to 15                zeros up to a multiple of :data:`MESSAGE_ALIGNMENT`
     ======================  ========================================================================================
-
-    Attributes:
-        scale_block: Elements per scale, a positive multiple of 8. None: all chunks share one scale.
-
-    Raises:
-        ValueError: For another scale block.
     """
 
-    scale_block: int | None
+    scale_block: int | None  # elements per scale, a positive multiple of 8; None: all chunks share one scale
     scale_dtype = torch.float32
 
     def __post_init__(self) -> None:
-        """Check the scale block."""
         if self.scale_block is not None and (self.scale_block <= 0 or self.scale_block % SIGNS_PER_BYTE):
             raise ValueError(f"scale_block must be a positive multiple of 8 or None, got {self.scale_block}")
 
     def nbytes(self, numel: int) -> int:
-        """See :meth:`Code.nbytes`."""
         return message_nbytes(numel, self.scale_block)
 
     def scales_at(self, numel: int) -> tuple[int, int]:
-        """See :meth:`Code.scales_at`."""
         return 0, num_blocks(numel, self.scale_block)
 
     def common_scale(self, u: Tensor) -> Tensor | None:
-        """See :meth:`Code.common_scale`."""
         return block_rms(u, u.numel()).view(()) if self.scale_block is None and u.numel() else None
 
     def encode_(self, u: Tensor, message: Tensor, scale: Tensor | None = None) -> Tensor:
-        """See :meth:`Code.encode_`."""
         scales = block_rms(u, self.scale_block or u.numel()) if scale is None else scale.view(1)
         signs, first = pack_signs(u), 4 * scales.numel()
         self.scales(message, u.numel()).copy_(scales)
@@ -204,7 +168,6 @@ class SignCode(Code):
         return self._scaled(unpack_signs(signs, u.numel()), scales)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
-        """See :meth:`Code.decode`."""
         scales = self.scales(message, numel)
         signs = message[4 * scales.numel() : 4 * scales.numel() - (-numel // SIGNS_PER_BYTE)]
         return self._scaled(unpack_signs(signs, numel), scales)
@@ -220,20 +183,13 @@ class SignCode(Code):
 
 
 def num_blocks(numel: int, scale_block: int | None) -> int:
-    """Return the number of scales in the sign message of a chunk of ``numel`` elements."""
     if numel == 0:
         return 0
     return 1 if scale_block is None else -(-numel // scale_block)
 
 
 def message_nbytes(numel: int, scale_block: int | None) -> int:
-    """Return the bytes of the sign message of a chunk of ``numel`` elements."""
     return _aligned(4 * num_blocks(numel, scale_block) - (-numel // SIGNS_PER_BYTE))
-
-
-def chunk_message_nbytes(numel: int, world_size: int, scale_block: int | None) -> list[int]:
-    """Return the bytes of the sign message of each chunk of a bucket of ``numel`` elements, in rank order."""
-    return SignCode(scale_block).chunk_nbytes(numel, world_size)
 
 
 def block_rms(x: Tensor, scale_block: int) -> Tensor:
@@ -316,32 +272,22 @@ class IntegerCode(Code):
     =======================  ======================================================================================
 
     The integers come first: a block's integers begin at a multiple of 64 bytes from the message's first byte.
-
-    Attributes:
-        bits: 4 or 8.
-
-    Raises:
-        ValueError: If ``bits`` is neither 4 nor 8.
     """
 
-    bits: int
+    bits: int  # 4 or 8
     scale_dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        """Check the number of bits."""
         if self.bits not in INTEGER_BITS:
             raise ValueError(f"bits must be 4 or 8, got {self.bits}")
 
     def nbytes(self, numel: int) -> int:
-        """See :meth:`Code.nbytes`."""
         return integer_message_nbytes(numel, self.bits)
 
     def scales_at(self, numel: int) -> tuple[int, int]:
-        """See :meth:`Code.scales_at`."""
         return -(-numel // SIGNS_PER_BYTE) * self.bits, -(-numel // INTEGER_BLOCK)
 
     def encode_(self, u: Tensor, message: Tensor, scale: Tensor | None = None) -> Tensor:
-        """See :meth:`Code.encode_`."""
         scales, integers = self._quantize(u)
         message.zero_()
         message[: self.scales_at(u.numel())[0]] = self._pack(integers)
@@ -350,7 +296,6 @@ class IntegerCode(Code):
         return self._dequantize(scales, integers)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
-        """See :meth:`Code.decode`."""
         packed = message[: self.scales_at(numel)[0]]
         if self.bits == 4:
             packed = torch.stack([packed & 0xF, packed >> 4], dim=1).view(-1)

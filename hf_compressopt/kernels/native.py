@@ -5,7 +5,6 @@ The functions are those of :mod:`hf_compressopt.kernels.reference`, whose contra
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
 from ctypes import addressof, byref, c_float, c_int32, c_int64, c_void_p
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_compressopt.kernels.errors import ERROR_CODE, Errors, like_errors
-from hf_compressopt.kernels.library import call
+from hf_compressopt.kernels.compact import ERROR_CODE, Errors, Variance, like_errors
+from hf_compressopt.kernels.library import call, record
 from hf_compressopt.kernels.memory import address_of, dense_values, in_memory, is_direct
 from hf_compressopt.kernels.messages import AnyCode, Code, IntegerCode, SignCode
 from hf_compressopt.kernels.operands import (
@@ -33,7 +32,6 @@ from hf_compressopt.kernels.operands import (
     ParameterSync,
     Segment,
 )
-from hf_compressopt.kernels.variance import Variance
 
 #: Codes of the dtypes that native code knows.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -41,47 +39,20 @@ _SIZES = (4, 2, 2)
 _STILL = 1
 
 
-def _record(name: str, **fields: type[Any]) -> type[ctypes.Structure]:
-    """Return the class of a structure of ``compressopt.h``."""
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items()), "__doc__": f"``{name}``."})
-
-
-ErrorsRecord = _record("co_errors", values=c_void_p, messages=c_void_p)
-VarianceRecord = _record("co_variance", values=c_void_p, codes=c_void_p, tops=c_void_p)
-CombinationRecord = _record(
-    "co_combination",
-    x=c_void_p,
-    last=c_void_p,
-    grads=c_void_p,
-    count=c_int64,
-    factors=c_void_p,
-    alpha=c_float,
-    beta=c_float,
+ErrorsRecord = record("co_errors", (c_void_p, "values messages"))
+VarianceRecord = record("co_variance", (c_void_p, "values codes tops"))
+CombinationRecord = record(
+    "co_combination", (c_void_p, "x last grads"), (c_int64, "count"), (c_void_p, "factors"), (c_float, "alpha beta")
 )
-AverageRecord = _record(
-    "co_average",
-    messages=c_void_p,
-    values=c_void_p,
-    numel=c_int64,
-    scale_block=c_int64,
-    stride=c_int64,
-    world_size=c_int32,
-    unused=c_int32,
+AverageRecord = record(
+    "co_average", (c_void_p, "messages values"), (c_int64, "numel scale_block stride"), (c_int32, "world_size unused")
 )
-IntegersRecord = _record(
-    "co_integers", messages=c_void_p, numel=c_int64, stride=c_int64, world_size=c_int32, bits=c_int32
-)
-DescentRecord = _record("co_descent", lr=c_float, decay=c_float, eps=c_float, eps_inside_sqrt=c_int32, bound=c_float)
-LambRecord = _record(
+IntegersRecord = record("co_integers", (c_void_p, "messages"), (c_int64, "numel stride"), (c_int32, "world_size bits"))
+DescentRecord = record("co_descent", (c_float, "lr decay eps"), (c_int32, "eps_inside_sqrt"), (c_float, "bound"))
+LambRecord = record(
     "co_lamb_options",
-    beta1=c_float,
-    one_minus_beta1=c_float,
-    beta2=c_float,
-    one_minus_beta2=c_float,
-    eps=c_float,
-    weight_decay=c_float,
-    eps_inside_sqrt=c_int32,
-    unused=c_int32,
+    (c_float, "beta1 one_minus_beta1 beta2 one_minus_beta2 eps weight_decay"),
+    (c_int32, "eps_inside_sqrt unused"),
 )
 
 
@@ -115,7 +86,6 @@ class Operands:
     __slots__ = ("device", "kept", "numel")
 
     def __init__(self, device: torch.device, numel: int) -> None:
-        """See the class."""
         self.device, self.numel = device, numel
         self.kept: list[Any] = []
 
@@ -133,7 +103,6 @@ class Operands:
         return self.read(name, tensor, torch.float32, self.numel)
 
     def per_tensor(self, name: str, tensor: Tensor, entries: int) -> int:
-        """Return the address of an array of float32 with this number of entries or more, which is read."""
         if tensor.numel() < entries:
             raise ValueError(f"{name} must have {entries} entries or more, got {tensor.numel()}")
         return self.read(name, tensor)
@@ -171,7 +140,6 @@ class Operands:
         return table.buffer_info()[0], len(segments), last + 1
 
     def errors(self, name: str, error: Errors, world_size: int, *, written: bool = True) -> Any:
-        """Return a ``co_errors`` by reference."""
         if isinstance(error, Tensor):
             return byref(ErrorsRecord(self.floats(name, error, written=written), None))
         if error.count != self.numel or error.world_size != world_size:
@@ -210,10 +178,9 @@ class Operands:
         return byref(CombinationRecord(x, last, grads, count, factors, z.alpha, z.beta))
 
     def average(self, y: Average | IntegerAverage) -> Any:
-        """Return a ``co_average``, or of integers a ``co_integers``, by reference."""
         return byref(self._average(y))
 
-    def _average(self, y: Average | IntegerAverage) -> ctypes.Structure:
+    def _average(self, y: Average | IntegerAverage) -> Any:
         if isinstance(y, Average) and y.values is not None:
             return AverageRecord(None, self.floats("values", y.values, written=False), y.numel, 0, 0, 1)
         if y.messages is None:
@@ -229,12 +196,10 @@ class Operands:
 
     @staticmethod
     def descent(descent: Descent) -> Any:
-        """Return a ``co_descent`` by reference."""
         return _descent(descent.lr, descent.decay, descent.eps, descent.eps_inside_sqrt, descent.bound)
 
     @staticmethod
     def lamb(o: LambOptions) -> Any:
-        """Return a ``co_lamb_options`` by reference."""
         betas = o.beta1, 1 - o.beta1, o.beta2, 1 - o.beta2
         return byref(LambRecord(*betas, o.eps, o.weight_decay, o.eps_inside_sqrt))
 
@@ -246,7 +211,6 @@ def _descent(*numbers: float) -> Any:
 
 @lru_cache(maxsize=4096)
 def bytes_of(code: Code, numel: int, world_size: int = 1) -> int:
-    """Return the bytes of the messages of all chunks of a bucket."""
     return code.sizes(numel, world_size)[1]
 
 
@@ -278,7 +242,6 @@ def compress_(
     world_size: int,
     new_error: Errors | None = None,
 ) -> None:
-    """See the reference."""
     use = Operands(_tensor(error).device, z.numel)
     written = address("messages", messages, use.device, torch.uint8, bytes_of(code, z.numel, world_size))
     values = use.combination(z)
@@ -296,7 +259,6 @@ def compress_(
 def average_compress_(
     code: AnyCode, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
 ) -> None:
-    """See the reference."""
     numel = error.numel() if isinstance(error, Tensor) else error.count
     use, nbytes = Operands(_tensor(error).device, numel), bytes_of(code, numel)
     received = use.read("messages", messages, torch.uint8, world_size * nbytes)
@@ -319,12 +281,11 @@ def _updated(use: Operands, error: Errors, new_error: Errors, world_size: int) -
     return new
 
 
-def _tensor(error: Errors) -> Tensor:
+def _tensor(error: Errors) -> Tensor:  # here: a step enters one module less
     return error if isinstance(error, Tensor) else error.messages
 
 
 def mean_(code: IntegerCode, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:
-    """See the reference."""
     use = Operands(out.device, out.numel())
     received = use.read("messages", messages, torch.uint8, world_size * code.nbytes(use.numel))
     call("co_mean_integers", use.device, received, use.floats("out", out), use.numel, code.bits, world_size, factor)
@@ -332,7 +293,6 @@ def mean_(code: IntegerCode, messages: Tensor, out: Tensor, world_size: int, fac
 
 
 def add_(y: IntegerAverage, outputs: Sequence[Segment], decay: float, scale: float) -> None:
-    """See the reference."""
     use = Operands(y.messages.device, y.numel)
     table, count, _ = use.segments("outputs", outputs)
     call("co_add_integers", use.device, use.average(y), table, count, decay, scale)
@@ -340,7 +300,6 @@ def add_(y: IntegerAverage, outputs: Sequence[Segment], decay: float, scale: flo
 
 
 def decompress_(y: Average | IntegerAverage, out: Tensor) -> None:
-    """See the reference."""
     use = Operands(out.device, y.numel)
     name = "co_decode_integers" if isinstance(y, IntegerAverage) else "co_decompress"
     call(name, use.device, use.average(y), use.floats("out", out))
@@ -348,7 +307,6 @@ def decompress_(y: Average | IntegerAverage, out: Tensor) -> None:
 
 
 def any_nan(*averages: IntegerAverage) -> Tensor:
-    """See the reference."""
     device = averages[0].messages.device
     found = torch.empty(len(averages), dtype=torch.bool, device=device)
     for number, y in enumerate(averages):
@@ -357,14 +315,12 @@ def any_nan(*averages: IntegerAverage) -> Tensor:
 
 
 def combine_(z: Combination, out: Tensor) -> None:
-    """See the reference."""
     use = Operands(out.device, z.numel)
     call("co_combine", use.device, use.combination(z), use.floats("out", out), z.numel)
     mark_written([out])
 
 
 def apply_adam_(update: AdamUpdate) -> None:
-    """See the reference."""
     m, v, given = update.exp_avg, update.exp_avg_sq, update.corrections
     use = Operands((v if isinstance(v, Tensor) else v.codes).device, update.y.numel)
     if m is None and update.beta != 1:
@@ -378,7 +334,6 @@ def apply_adam_(update: AdamUpdate) -> None:
 
 
 def local_step_(update: LocalUpdate) -> None:
-    """See the reference."""
     use = Operands(update.exp_avg.device, update.exp_avg.numel())
     table, count, tensors = use.segments("parameters", update.params)
     grads = None
@@ -394,7 +349,6 @@ def local_step_(update: LocalUpdate) -> None:
 
 
 def sync_parameters_(sync: ParameterSync) -> None:
-    """See the reference."""
     use = Operands(sync.exp_avg.device, sync.y.numel)
     table, count, tensors = use.segments("parameters", sync.params)
     written = use.floats("exp_avg", sync.exp_avg), use.floats("anchor", sync.anchor)
@@ -405,7 +359,6 @@ def sync_parameters_(sync: ParameterSync) -> None:
 
 
 def lamb_moments_(moments: LambMoments) -> None:
-    """See the reference."""
     use = Operands(moments.exp_avg.device, moments.y.numel)
     table, count, tensors = use.segments("parameters", moments.params, written=False)
     flats = use.floats("exp_avg", moments.exp_avg), use.floats("exp_avg_sq_fresh", moments.exp_avg_sq_fresh)
@@ -422,7 +375,6 @@ def lamb_moments_(moments: LambMoments) -> None:
 def lamb_apply_(
     exp_avg: Tensor, exp_avg_sq: Variance, params: Sequence[Segment], rates: Tensor, options: LambOptions
 ) -> None:
-    """See the reference."""
     use = Operands(exp_avg.device, exp_avg.numel())
     table, count, tensors = use.segments("parameters", params)
     read = use.floats("exp_avg", exp_avg, written=False), use.variance(exp_avg_sq, tensors)
@@ -432,7 +384,6 @@ def lamb_apply_(
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """See the reference."""
     flats = [dense_values("a tensor", t) for t in tensors]
     for flat in flats:
         if flat.device != device or flat.dtype not in DTYPES:

@@ -14,12 +14,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from hf_compressopt.kernels.compact import Variance
 from hf_compressopt.kernels.messages import IntegerCode, SignCode
-from hf_compressopt.kernels.variance import Variance
 
 
 @lru_cache
-def _sign_code(scale_block: int | None) -> SignCode:
+def _sign_code(scale_block: int | None) -> SignCode:  # a function: torch.compile follows no cache of a class
     return SignCode(scale_block)
 
 
@@ -30,22 +30,14 @@ def _integer_code(bits: int) -> IntegerCode:
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive elements of one tensor. The segments of a bucket, in order, cover it without gaps.
+    """Consecutive elements of one tensor. The segments of a bucket, in order, cover it without gaps."""
 
-    Attributes:
-        tensor: The whole tensor, contiguous (float32, bfloat16 or float16). None if there is no gradient, or if the
-            parameter must not change.
-        start: First element, within the flattened tensor.
-        numel: Elements.
-        index: The tensor's entry in per-tensor arrays (factors, corrections, rates, sums).
-        still: Whether the tensor stands still because it has no variance: its average counts as 0.
-    """
-
+    #: The whole tensor, contiguous (float32, bfloat16 or float16). None: no gradient, or a parameter that stays.
     tensor: Tensor | None
-    start: int
+    start: int  # within the flattened tensor
     numel: int
-    index: int
-    still: bool = False
+    index: int  # the tensor's entry in per-tensor arrays (factors, corrections, rates, sums)
+    still: bool = False  # the tensor stands still because it has no variance: its average counts as 0
 
     @property
     def part(self) -> Tensor:
@@ -71,7 +63,6 @@ class Average:
 
     @property
     def code(self) -> SignCode:
-        """The code of the messages."""
         return _sign_code(self.scale_block)
 
     @classmethod
@@ -95,7 +86,6 @@ class IntegerAverage:
 
     @property
     def code(self) -> IntegerCode:
-        """The code of the messages."""
         return _integer_code(self.bits)
 
 
@@ -105,26 +95,16 @@ AnyAverage = TypeVar("AnyAverage", Average, IntegerAverage)
 
 @dataclass(slots=True)
 class Combination:
-    """The values of a bucket that a rank sends: z = (alpha x + beta g) * factor, each operation in float32.
-
-    Attributes:
-        numel: Elements of the bucket.
-        device: Device of the bucket.
-        x: [numel] float32, or None to leave the term out unless there is ``last``.
-        alpha: Coefficient of x.
-        grads: Segments that cover the bucket, or None to leave the term out, as for a segment without a tensor.
-        beta: Coefficient of the gradients.
-        factors: [tensors] float32, one factor per tensor, or None.
-        last: If x is None: an average in messages, whose values are x; x counts as 0 where a segment stands still.
-    """
+    """The values of a bucket that a rank sends: z = (alpha x + beta g) * factor, each operation in float32."""
 
     numel: int
     device: torch.device
-    x: Tensor | None = None
+    x: Tensor | None = None  # [numel] float32; None leaves the term out unless there is ``last``
     alpha: float = 1.0
-    grads: Sequence[Segment] | None = None
+    grads: Sequence[Segment] | None = None  # None leaves the term out, as does a segment without a tensor
     beta: float = 1.0
-    factors: Tensor | None = None
+    factors: Tensor | None = None  # [tensors] float32
+    #: If x is None: an average in messages, whose values are x; x counts as 0 where a segment stands still.
     last: Average | None = None
 
     @classmethod

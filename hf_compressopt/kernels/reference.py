@@ -5,8 +5,8 @@ rounded on its own, in the order of the formulas. Only sums over many elements (
 at most 2 ulp.
 
 Q(u) is what the messages of a code stand for. Errors may lie in 8 bits
-(:class:`~hf_compressopt.kernels.errors.CompactErrors`), and so may a frozen variance
-(:class:`~hf_compressopt.kernels.variance.LogVariance`). m, v, p, g and u stand for momentum, variance, parameter,
+(:class:`~hf_compressopt.kernels.compact.CompactErrors`), and so may a frozen variance
+(:class:`~hf_compressopt.kernels.compact.LogVariance`). m, v, p, g and u stand for momentum, variance, parameter,
 gradient and local update. A segment that stands still (:attr:`Segment.still`) counts as a direction of 0, and as a
 momentum of 0.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_numel
-from hf_compressopt.kernels.errors import Errors, keep_errors_, values_of_errors
+from hf_compressopt.kernels.compact import Errors, Variance, keep_errors_, values_of_errors, values_of_variance
 from hf_compressopt.kernels.messages import AnyCode, IntegerCode
 from hf_compressopt.kernels.operands import (
     AdamUpdate,
@@ -34,7 +34,6 @@ from hf_compressopt.kernels.operands import (
     ParameterSync,
     Segment,
 )
-from hf_compressopt.kernels.variance import Variance, values_of_variance
 
 _LONG_RUN, _DEVICE_RUN = 1 << 16, 1 << 23  # elements that become float64 at once, on a CPU and elsewhere
 
@@ -187,10 +186,7 @@ def apply_adam_(update: AdamUpdate) -> None:
 
 
 def local_step_(update: LocalUpdate) -> None:
-    """Take 0/1 Adam's local step.
-
-    m <- b1 m + (1-b1) g; p <- p decay - lr bounded(m / denominator(v)); u <- u + lr m.
-    """
+    """Take a local step: m <- b1 m + (1-b1) g; p <- p decay - lr bounded(m / denominator(v)); u <- u + lr m."""
     if update.grads is not None:
         m, beta1 = update.exp_avg, update.beta1
         combine_(Combination(m.numel(), m.device, m, beta1, update.grads, 1 - beta1), m)
@@ -201,10 +197,7 @@ def local_step_(update: LocalUpdate) -> None:
 
 
 def sync_parameters_(sync: ParameterSync) -> None:
-    """Take 0/1 Adam's sync.
-
-    m <- y / lr_sum; anchor <- anchor decay - bounded(y / denominator(v)); p <- anchor; u <- 0.
-    """
+    """Take a sync: m <- y / lr_sum; anchor <- anchor decay - bounded(y / denominator(v)); p <- anchor; u <- 0."""
     values = values_of(sync.y)
     lr_sum = sync.exp_avg.new_tensor(sync.lr_sum)  # for a number, CUDA multiplies by its inverse
     torch.div(values, lr_sum, out=sync.exp_avg)
@@ -268,10 +261,7 @@ def _lamb_update(segment: Segment, direction: Tensor, options: LambOptions) -> T
 
 
 def _descend_(segment: Segment, direction: Tensor, descent: Descent) -> None:
-    """Move p <- p decay - lr bounded(d), in float32 whatever the parameter's dtype.
-
-    d counts as 0 if the tensor stands still.
-    """
+    """Move p <- p decay - lr bounded(d), in float32 whatever its dtype; d counts as 0 if the tensor stands still."""
     wide = segment.part.float()
     if descent.decay != 1:
         wide = wide * descent.decay

@@ -24,9 +24,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_compressopt.kernels import library, native, reference
 from hf_compressopt.kernels import operands as o
-from hf_compressopt.kernels.errors import CompactErrors, Errors, keep_errors_, values_of_errors
+from hf_compressopt.kernels.compact import (
+    CompactErrors,
+    Errors,
+    LogVariance,
+    encode_variance_,
+    keep_errors_,
+    values_of_errors,
+)
 from hf_compressopt.kernels.messages import IntegerCode, SignCode
-from hf_compressopt.kernels.variance import LogVariance, encode_variance_
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +51,18 @@ class Data:
     """Operands on a device, the same for a seed wherever they lie. shift: of tensors in their memory, in elements."""
 
     def __init__(self, device: torch.device, numel: int, shift: int = 0, seed: int = 0) -> None:
-        """See the class. numel: elements of a bucket."""
         self.device, self.numel, self.shift = device, numel, shift
         self.random = torch.Generator().manual_seed(seed)
 
     def normal(self, numel: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return normal numbers, [numel]."""
         count = self.numel if numel is None else numel
         memory = torch.zeros(count + self.shift, dtype=dtype, device=self.device)
         return memory[self.shift :].copy_(torch.randn(count, generator=self.random, dtype=torch.float32))
 
     def positive(self, numel: int | None = None) -> Tensor:
-        """Return numbers above 0.01."""
         return self.normal(numel).abs_().add_(0.01)
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Return zeros, such as the memory of messages."""
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def tensors(self) -> list[o.Segment]:
@@ -74,11 +76,9 @@ class Data:
         return found
 
     def combination(self) -> o.Combination:
-        """Return what is to be sent of gradients and of a first term."""
         return o.Combination(self.numel, self.device, self.normal(), 0.9, self.tensors(), 0.1)
 
     def errors(self, world_size: int, compact: bool) -> Errors:
-        """Return errors, as values or in 8 bits."""
         values = self.normal()
         if not compact:
             return values
@@ -87,7 +87,6 @@ class Data:
         return replace(errors, messages=errors.messages.to(self.device))
 
     def messages(self, code: SignCode | IntegerCode, numel: int, count: int) -> Tensor:
-        """Return the messages of a chunk of ``numel`` elements of ``count`` ranks."""
         messages = torch.zeros(count * code.nbytes(numel), dtype=torch.uint8)
         for message in messages.view(count, -1):
             values = torch.randn(numel, generator=self.random, dtype=torch.float32)
@@ -162,7 +161,6 @@ def _integers(kernels: Any, data: Data) -> Written:
 
 
 def tensors_of(segments: Sequence[o.Segment]) -> Iterator[Tensor]:
-    """Return the tensors of segments that have one."""
     return (segment.tensor for segment in segments if segment.tensor is not None)
 
 
@@ -170,12 +168,7 @@ def tensors_of(segments: Sequence[o.Segment]) -> Iterator[Tensor]:
 FAMILIES: dict[str, Callable[[Any, Data], Written]] = dict(
     compress=_compress, average=_average, apply=_apply, integers=_integers
 )
-_FAMILY = {
-    "compress_": "compress",
-    "average_compress_": "average",
-    "mean_": "integers",
-    "add_": "integers",
-}
+_FAMILY = {"compress_": "compress", "average_compress_": "average"}  # of others but integers: "apply"
 
 
 def difference(family: str, device: torch.device, numel: int = 2003, shift: int = 1, seed: int = 0) -> str:
@@ -257,7 +250,6 @@ def _first_use(device: torch.device) -> frozenset[str]:
 
 
 def _key(device: torch.device) -> str:
-    """Return what a result holds for: the library, the machine code in it that runs, the device and its driver."""
     digest = hashlib.sha256(library.path_of(device.type).read_bytes()).hexdigest()[:16]
     if device.type == "cpu":
         return f"{digest} {library.instruction_set('cpu')}"

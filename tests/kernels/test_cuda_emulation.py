@@ -182,7 +182,8 @@ def test_a_gpu_without_native_kernels_is_told_once_and_one_that_was_busy_gets_th
     cuda: torch.device, emulator: Emulator, caplog: pytest.LogCaptureFixture, old: bool, reason: str, later: bool
 ) -> None:
     emulator.set(driver=12080 if old else 13000)
-    emulator.fail("cudaFuncGetAttributes", emulated.OUT_OF_MEMORY)
+    if not old:  # which asks for no kernel, and would leave the failure to the next test
+        emulator.fail("cudaFuncGetAttributes", emulated.OUT_OF_MEMORY)
     first = library.available(cuda)
     emulator.set(driver=13000)
     assert [first, library.available(cuda), library.available(cuda)] == [False, later, later]
@@ -206,8 +207,7 @@ FAULTS = {
         "if (span.whole() && (reinterpret": "if (span.last > 0 && (reinterpret",
     },
     "an element is read before the begin": {
-        "if (!span.has(k)) continue;\n        if (wide) {\n": "if (wide) {\n            raw.word[k] = "
-        "reinterpret_cast<const volatile unsigned*>(first)[k - 1];\n            if (!span.has(k)) continue;\n"
+        "    RawQuad raw = {};\n": "    RawQuad raw = {};\n    reinterpret_cast<const volatile char*>(first)[-1];\n"
     },
     "PTX reads a vector off its alignment": {
         '"@!wide ld.global.v2.u32 {%0, %1}, [%4];}"': '"@!wide ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"'

@@ -20,6 +20,7 @@ from hf_compressopt.kernels import (
     library,
     native,
 )
+from hf_compressopt.kernels.sketch import SKETCH_NUMEL, native_sketch_
 from tests.support import kernel_cases as cases
 from tests.support.instruction_sets import BEST, CPU, INSTRUCTION_SETS
 from tests.support.launching import run
@@ -56,7 +57,9 @@ def everything(numel: int) -> list[Tensor]:
     options = LambOptions(0.9, 0.999, 1e-6, 0.1, False)
     native.lamb_moments_(LambMoments(y, m, fresh, v, params, torch.ones(2), sums, options))
     native.apply_adam_(AdamUpdate(y, m, v, params, Descent(1e-2, 0.9, 1e-8, False), 0.1, None))
-    return [*written, param, m, fresh, sums, native.sum_of_squares([x, grads], CPU)]
+    sketch, square = torch.zeros(SKETCH_NUMEL), torch.zeros((), dtype=torch.float64)
+    native_sketch_(segments, 33, 5, sketch, square)
+    return [*written, param, m, fresh, sums, sketch, square, native.sum_of_squares([x, grads], CPU)]
 
 
 @pytest.mark.parametrize("threads", [1, 3])

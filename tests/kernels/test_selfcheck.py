@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from hf_compressopt import FusedAdam, OnebitAdam, kernels
 from hf_compressopt.kernels import codec, library, selfcheck
+from tests.support.launching import run
 from tests.support.made_once import made_once
 
 CPU = torch.device("cpu")
@@ -56,8 +56,7 @@ def build(folder: Path) -> None:
     sources = [str(folder / "csrc" / "cpu" / f"{name}.cpp") for name in ("api", "threads", "kernels_portable")]
     flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno"]
     command = ["g++", *flags, "-DCOMPRESSOPT_PORTABLE_ONLY", f"-I{folder}/csrc", *sources]
-    result = subprocess.run([*command, "-o", str(folder / "libcompressopt_cpu.so")], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run([*command, "-o", str(folder / "libcompressopt_cpu.so")])
 
 
 @pytest.fixture

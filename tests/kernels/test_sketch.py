@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels import Segment, library
+from hf_compressopt.kernels import Segment
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
-from tests.support.instruction_sets import BEST, INSTRUCTION_SETS
 from tests.support.kernel_cases import assert_same_bits
 
 
@@ -157,25 +156,3 @@ def test_seeds_and_elements_have_signs_of_their_own() -> None:
 
 
 # -- the native kernels -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("threads")
-def test_threads_change_no_bit() -> None:
-    x, results = normal(1_500_001), []
-    for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        results.append(sketch(x, 5, offset=33))
-    for y, squares in results[1:]:
-        assert_same_bits(y, results[0][0])
-        assert_same_bits(squares.view(1), results[0][1].view(1))
-
-
-def test_instruction_sets_leave_the_same_sum_of_squares() -> None:
-    x, sums = normal(300_001), []
-    try:
-        for name in INSTRUCTION_SETS:
-            library.use_instruction_set(name)
-            sums.append(float(sketch(x, 5)[1]))
-    finally:
-        library.use_instruction_set(BEST)
-    assert len(set(sums)) == 1

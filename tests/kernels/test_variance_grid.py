@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels.variance import ZERO_CODE, decode_variance, encode_variance_
+from hf_compressopt.kernels.compact import ZERO_CODE, decode_variance, encode_variance_
 
 
 def encoded(values: Tensor) -> tuple[Tensor, int]:

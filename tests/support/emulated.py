@@ -1,7 +1,6 @@
 """The CUDA kernels as a library that runs on the CPU, by ``emulation/``, and buffers that no kernel may leave."""
 
 import ctypes
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from hf_compressopt.kernels import library
 from tests.support.emulation.translate import translate
+from tests.support.launching import run
 
 EMULATION = Path(__file__).with_name("emulation")
 SOURCES = Path(library.__file__).parent / "csrc"
@@ -41,27 +41,23 @@ def build(folder: Path, *, checks: Sequence[str] = CHECKS, replace: dict[str, st
     emulator = folder / "emulator.o"
 
     def compile_one(source: Path, out: Path) -> None:
-        run("g++", *FLAGS, *checks, "-x", "c++", "-c", str(source), "-o", str(out))
+        run(["g++", *FLAGS, *checks, "-x", "c++", "-c", str(source), "-o", str(out)])
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compile_one, sources, objects))
     defined = [option for option in checks if option.startswith("-D")]
-    run("g++", *FLAGS, "-O2", *defined, "-c", str(EMULATION / "emulator.cpp"), "-o", str(emulator))
-    run("g++", "-shared", *checks, *map(str, objects), str(emulator), "-o", str(folder / NAME))
+    run(["g++", *FLAGS, "-O2", *defined, "-c", str(EMULATION / "emulator.cpp"), "-o", str(emulator)])
+    run(["g++", "-shared", *checks, *map(str, objects), str(emulator), "-o", str(folder / NAME)])
 
 
 def build_changed(folder: Path, built: Path, source: str, replace: dict[str, str]) -> None:
     """Build the library of a folder again with one source, or the headers that it includes, changed."""
     translate(SOURCES, folder / "csrc", replace)
     changed = folder / f"{source}.o"
-    run("g++", *FLAGS, *CHECKS, "-x", "c++", "-c", str(folder / "csrc" / "cuda" / f"{source}.cu"), "-o", str(changed))
+    run(["g++", *FLAGS, *CHECKS, "-x", "c++", "-c", str(folder / "csrc" / "cuda" / f"{source}.cu"), "-o", str(changed)])
     rest = [str(path) for path in built.glob("*.o") if path.stem != source]
-    run("g++", "-shared", *CHECKS, str(changed), *rest, "-o", str(folder / NAME))  # of functions alike, the first one's
-
-
-def run(*command: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    # of functions that are alike the linker takes the first one's
+    run(["g++", "-shared", *CHECKS, str(changed), *rest, "-o", str(folder / NAME)])
 
 
 class Emulator:
@@ -125,8 +121,5 @@ def races(folder: Path, *arguments: str) -> str:
     command = [sys.executable, str(program), str(folder), *arguments]
     if shutil.which("setarch"):
         command = ["setarch", "-R", *command]  # ThreadSanitizer has fixed places in memory
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "LD_PRELOAD": found.stdout.strip(), "TSAN_OPTIONS": "exitcode=0", "PYTHONPATH": root}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-8000:]
-    return result.stderr if "WARNING: ThreadSanitizer" in result.stderr else ""
+    reported = run(command, timeout=1200, LD_PRELOAD=found.stdout.strip(), TSAN_OPTIONS="exitcode=0").stderr
+    return reported if "WARNING: ThreadSanitizer" in reported else ""

@@ -80,14 +80,14 @@ typedef struct {
 typedef struct {
     float *values;     /* [numel] */
     uint8_t *messages; /* the errors of each of world_size chunks as a message of 8-bit integers, one after another, as
-                        * co_compress_integers writes them (see kernels/errors.py); world_size is 1 on a server */
+                        * co_compress_integers writes them (see kernels/compact.py); world_size is 1 on a server */
 } co_errors;
 
 /* The frozen variance of a bucket, in one of two forms. One of values and codes is NULL. */
 typedef struct {
     const float *values;   /* [numel] */
     const uint8_t *codes;  /* [numel]: with k = tops[index] - code, v is 2^(k/8), that is float32(2^((k & 7) / 8)) times
-                            * 2^(k >> 3), a normal number; 0 where the code is 255 (see kernels/variance.py) */
+                            * 2^(k >> 3), a normal number; 0 where the code is 255 (see kernels/compact.py) */
     const int32_t *tops;   /* [tensors], by the index of the segments; NULL where codes is */
 } co_variance;
 

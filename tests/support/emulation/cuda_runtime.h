@@ -79,11 +79,6 @@ void load(const void* first, Words*... words) {
     const volatile unsigned* next = static_cast<const unsigned*>(first);
     ((*words = *next++), ...);
 }
-template <class Word>
-void load_one(const void* first, unsigned* word) {
-    check_access(first, sizeof(Word));
-    *word = *static_cast<const volatile Word*>(first);
-}
 template <class... Words>
 void store(void* first, Words... words) {
     check_access(first, sizeof...(words) * sizeof(unsigned));

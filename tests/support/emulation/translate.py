@@ -10,7 +10,6 @@ _SHARED = re.compile(r"__shared__ ([\w ]+?) (\w+)((?:\[[^\]]*\])*);")
 _ACCESS = re.compile(
     r"(?:@(!?)(\w+) )?(ld|st)\.global\.v([24])\.u32 (?:\{([^}]*)\}, \[%(\d+)\]|\[%(\d+)\], \{([^}]*)\})"
 )
-_SCALAR = re.compile(r"(?:@(!?)(\w+) )?ld\.global\.u(32|16) %(\d+), \[%(\d+)\]")
 _TABLE = "    Filled table;"  # of runs, on the host's stack
 _SET = re.compile(r"setp\.(ne|eq)\.s32 (\w+), %(\d+), (\d+)")
 
@@ -56,10 +55,6 @@ def _lines(body: str, operands: list[str]) -> Iterator[str]:
             yield from (f"bool {name}_ = false;" for name in match[1].split(", "))
         elif match := re.fullmatch(r"mov\.u32 %(\d+), (\d+)", instruction):
             yield f"{operands[int(match[1])]} = {match[2]};"
-        elif match := _SCALAR.fullmatch(instruction):
-            negated, predicate, bits, output, address = match.groups()
-            condition = f"if ({negated}{predicate}_) " if predicate else ""
-            yield f"{condition}emulator::load_one<uint{bits}_t>({operands[int(address)]}, &{operands[int(output)]});"
         elif match := _SET.fullmatch(instruction):
             yield f"{match[2]}_ = {operands[int(match[3])]} {'!=' if match[1] == 'ne' else '=='} {match[4]};"
         elif match := _ACCESS.fullmatch(instruction):

@@ -18,7 +18,8 @@ const Kernels *best_kernels() {
                 __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (avx512 && __builtin_cpu_supports("gfni")) return &avx512_gfni_kernels;
+    bool gfni = __builtin_cpu_supports("gfni") && __builtin_cpu_supports("avx512vbmi");
+    if (avx512 && gfni) return &avx512_gfni_kernels;
     if (avx512) return &avx512_kernels;
     if (avx2) return &avx2_kernels;
 #endif

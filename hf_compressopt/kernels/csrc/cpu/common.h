@@ -25,6 +25,13 @@ constexpr int64_t kPiece = 32768;                 /* elements that a thread take
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+/* The root of at most 49 steps, to nearest, with their sign. */
+constexpr int32_t root(int32_t steps) {
+    int32_t size = steps < 0 ? -steps : steps, q = 0;
+    for (int32_t k = 0; k < 7; ++k) q += size > k * (k + 1);
+    return steps < 0 ? -q : q;
+}
+
 /* ---- loops over vectors ------------------------------------------------------------------------------------------ */
 
 struct Full {

@@ -16,7 +16,7 @@ struct float16 {
 
 constexpr uint16_t kBfloat16NaN = 0x7fc0;
 
-/* Of variances in 8 bits: the patterns of the points 2^(k / 8), and the code of 0. See kernels/variance.py. */
+/* Of variances in 8 bits: the patterns of the points 2^(k / 8), and the code of 0. See kernels/compact.py. */
 #define CO_POINTS 0x3f800000, 0x3f8b95c2, 0x3f9837f0, 0x3fa5fed7, 0x3fb504f3, 0x3fc5672a, 0x3fd744fd, 0x3feac0c7
 constexpr int kZeroCode = 255;
 /* The patterns of the square roots of the points, and of those of the next octave. */

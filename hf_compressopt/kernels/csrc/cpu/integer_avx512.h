@@ -33,12 +33,30 @@ inline __m512 levels() {
     return _mm512_setr_ps(0, 1, 4, 9, 16, 25, 36, 49, -64, -49, -36, -25, -16, -9, -4, -1);
 }
 
+#if defined(__AVX512VBMI__)
+/* By the seven lowest bits of some steps. */
+struct Roots {
+    int8_t of[128];
+};
+constexpr Roots table_of_roots() {
+    Roots table = {};
+    for (int32_t steps = -49; steps <= 49; ++steps) table.of[steps & 127] = static_cast<int8_t>(root(steps));
+    return table;
+}
+alignas(64) constexpr Roots kRoots = table_of_roots();
+
+/* The bytes of a sign, 0 or -1, find the root of 0 or -1, which is the sign again. */
+inline __m512i roots(__m512i steps) {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(kRoots.of), steps, _mm512_load_si512(kRoots.of + 64));
+}
+#else
 /* The root of a few steps, to nearest, with their sign: none is so near to a tie that the estimate decides. */
 inline __m512i roots(__m512i steps) {
     __m512 size = _mm512_cvtepi32_ps(_mm512_abs_epi32(steps));
     __m512i root = _mm512_cvtps_epi32(_mm512_mul_ps(size, _mm512_rsqrt14_ps(_mm512_max_ps(size, _mm512_set1_ps(1.0f)))));
     return _mm512_mask_sub_epi32(root, _mm512_cmplt_epi32_mask(steps, _mm512_setzero_si512()), _mm512_setzero_si512(), root);
 }
+#endif
 
 template <int kBits, Rest kRest>
 inline void quantize(const float *u, float inverse, float scale, uint8_t *out, float *rest) {

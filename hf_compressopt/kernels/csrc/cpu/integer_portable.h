@@ -27,13 +27,6 @@ inline float value(int32_t q) {
     return static_cast<float>(kBits == 8 ? q : q < 0 ? -q * q : q * q);
 }
 
-/* The root of at most 49 steps, to nearest, with their sign. */
-inline int32_t root(int32_t steps) {
-    int32_t size = steps < 0 ? -steps : steps, q = 0;
-    for (int32_t k = 0; k < 7; ++k) q += size > k * (k + 1);
-    return steps < 0 ? -q : q;
-}
-
 /* 16 kBits bytes of integers: the steps u * inverse, to nearest, ties to even, or the nearest to their root if kBits is
  * 4; rest <- u - value, unless there is none. u is aligned to 64 bytes. */
 template <int kBits, Rest kRest>

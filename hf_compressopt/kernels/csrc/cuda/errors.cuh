@@ -1,4 +1,4 @@
-// The errors of a bucket, as values or in 8 bits (see kernels/errors.py), tile by tile.
+// The errors of a bucket, as values or in 8 bits (see kernels/compact.py), tile by tile.
 #pragma once
 
 #include "integer.cuh"

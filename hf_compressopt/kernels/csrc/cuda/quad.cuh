@@ -104,32 +104,19 @@ __device__ inline uint4 load_four(const void* first) {
                  : "memory");
     return a;
 }
-// Two words where `wide` is 0. One statement, since a load in each of two branches ends in registers of its own, and to
-// bring them together the thread waits for what it has only just asked for.
+constexpr unsigned kPacked = 4294967295;  // the last word of two that hold four elements
+// Two words, and kPacked, where `wide` is 0. One statement, since a load in each of two branches ends in registers of its
+// own, and to bring them together the thread waits for what it has only just asked for.
 __device__ inline uint4 load_four_or_two(const void* first, int wide) {
     uint4 a;
     asm volatile(
         "{.reg .pred wide;\n"
         "setp.ne.s32 wide, %5, 0;\n"
+        "mov.u32 %3, 4294967295;\n"
         "@wide ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
         "@!wide ld.global.v2.u32 {%0, %1}, [%4];}"
-        : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w)
+        : "=&r"(a.x), "=&r"(a.y), "=&r"(a.z), "=&r"(a.w)
         : "l"(first), "r"(wide)
-        : "memory");
-    return a;
-}
-// One element, of four bytes if `wide`, of two if `narrow`, and else 0. One statement, for the same reason.
-__device__ inline unsigned load_one(const void* element, int wide, int narrow) {
-    unsigned a;
-    asm volatile(
-        "{.reg .pred wide, narrow;\n"
-        "setp.ne.s32 wide, %2, 0;\n"
-        "setp.ne.s32 narrow, %3, 0;\n"
-        "mov.u32 %0, 0;\n"
-        "@wide ld.global.u32 %0, [%1];\n"
-        "@narrow ld.global.u16 %0, [%1];}"
-        : "=&r"(a)
-        : "l"(element), "r"(wide), "r"(narrow)
         : "memory");
     return a;
 }
@@ -160,11 +147,16 @@ __device__ inline void store(float* first, const Quad& quad, Span span) {
     }
 }
 
-// A quad of any dtype as it lies in memory, in the first two words where elements have two bytes: a thread asks for all
-// that it needs before widened() looks at the first of it.
+// A quad of any dtype as it lies in memory: a thread asks for all that it needs before widened() looks at the first of
+// it. Each element has a word, or, of two bytes and in one access, two share one and the last is kPacked.
 struct RawQuad {
     unsigned word[kQuad];
 };
+
+// An element as it lies in memory, by one choice: of two loads with a condition each, the second waits for the first.
+__device__ inline unsigned load_one(const void* tensor, int dtype, int64_t i) {
+    return dtype == CO_FLOAT32 ? static_cast<const unsigned*>(tensor)[i] : static_cast<const uint16_t*>(tensor)[i];
+}
 
 __device__ inline RawQuad load(const void* tensor, int dtype, int64_t i, Span span) {
     const int wide = dtype == CO_FLOAT32;
@@ -176,12 +168,7 @@ __device__ inline RawQuad load(const void* tensor, int dtype, int64_t i, Span sp
     RawQuad raw = {};
 #pragma unroll
     for (int k = 0; k < kQuad; ++k) {
-        if (!span.has(k)) continue;
-        if (wide) {
-            raw.word[k] = reinterpret_cast<const unsigned*>(first)[k];
-        } else {
-            raw.word[k / 2] |= unsigned{reinterpret_cast<const uint16_t*>(first)[k]} << (16 * (k % 2));
-        }
+        if (span.has(k)) raw.word[k] = load_one(tensor, dtype, i + k);
     }
     return raw;
 }
@@ -189,7 +176,7 @@ __device__ inline RawQuad load(const void* tensor, int dtype, int64_t i, Span sp
 __device__ inline Quad widened(const RawQuad& raw, int dtype) {
     if (dtype == CO_FLOAT32) return each([&](int k) { return Real(__uint_as_float(raw.word[k])); });
     return each([&](int k) {
-        const unsigned bits = raw.word[k / 2] >> (16 * (k % 2)) & 0xffffu;
+        const unsigned bits = raw.word[3] == kPacked ? raw.word[k / 2] >> (16 * (k % 2)) & 0xffffu : raw.word[k];
         if (dtype == CO_BFLOAT16) return Real(__uint_as_float(bits << 16));
         return Real(__half2float(__ushort_as_half(static_cast<uint16_t>(bits))));
     });

@@ -61,9 +61,7 @@ __global__ void __launch_bounds__(kThreads, kTakesMore ? 2 : 4)
                 int k = entry;
                 while (!whole && inside && runs.entries[k].stop() <= i) ++k;
                 const Run& run = runs.entries[k];
-                const bool there = inside && run.grad, wide = run.grad_dtype == CO_FLOAT32;
-                const char* const element = static_cast<const char*>(run.grad) + (i - run.start) * (wide ? 4 : 2);
-                raw[r][j] = load_one(element, there && wide, there && !wide);
+                raw[r][j] = inside && run.grad ? load_one(run.grad, run.grad_dtype, i - run.start) : 0;
                 dtypes |= static_cast<unsigned>(run.grad_dtype) << 2 * (r * kNumbers + j);
             }
         }

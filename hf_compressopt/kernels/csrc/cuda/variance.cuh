@@ -1,4 +1,4 @@
-// The frozen variance, as values or in 8 bits (see kernels/variance.py).
+// The frozen variance, as values or in 8 bits (see kernels/compact.py).
 #pragma once
 
 #include "runs.cuh"

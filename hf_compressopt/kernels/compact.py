@@ -1,20 +1,95 @@
-"""The frozen variance, as float32 values or in 8 bits on a logarithmic scale.
+"""State in 8 bits, or as float32 values: the errors of error feedback, and the frozen variance.
 
-The grid has eight points in an octave: 2^(k/8), that is float32(2^((k mod 8) / 8)) times 2^floor(k/8). An element is
-rounded to the point that is nearest by its logarithm, at most 4.5 % away, and so its square root at most 2.2 %. The
-code of an element is the distance of its point from that of the largest element of its tensor. So a code says the same
-in any bucket and on any number of ranks, and to encode what codes stand for gives the same codes.
+Errors are messages of integers. Variances are on a logarithmic scale, whose grid has eight points in an octave:
+2^(k/8), that is float32(2^((k mod 8) / 8)) times 2^floor(k/8). An element is rounded to the point that is nearest by
+its logarithm, at most 4.5 % away, and so its square root at most 2.2 %. The code of an element is the distance of its
+point from that of the largest element of its tensor. So a code says the same in any bucket and on any number of ranks,
+and to encode what codes stand for gives the same codes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.kernels.memory import kept_per_device
+from hf_compressopt.kernels.messages import IntegerCode
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+#: Bits of an error in a message.
+ERROR_BITS = 8
+#: The code of errors in 8 bits.
+ERROR_CODE = IntegerCode(ERROR_BITS)
+
+
+@dataclass(slots=True)  # not frozen: a step makes many, in half of the time
+class CompactErrors:
+    """Errors in 8 bits: for each chunk of a bucket a message of integers, as ``IntegerFormat(8)`` describes it.
+
+    An error is what the messages stand for, and a new one is rounded to them: within 1/254 of the largest of a block.
+    The error of a server has a ``world_size`` of 1.
+    """
+
+    messages: Tensor
+    count: int
+    world_size: int = 1
+
+    @staticmethod
+    def nbytes(count: int, world_size: int = 1) -> int:
+        return ERROR_CODE.sizes(count, world_size)[1]
+
+    @classmethod
+    def zeros(cls, count: int, world_size: int = 1, device: torch.device | None = None) -> CompactErrors:
+        nbytes = cls.nbytes(count, world_size)
+        return cls(torch.zeros(nbytes, dtype=torch.uint8, device=device or "cpu"), count, world_size)
+
+    def numel(self) -> int:
+        return self.count
+
+    @property
+    def device(self) -> torch.device:
+        return self.messages.device
+
+
+#: Errors in one of two forms: float32 values [n], or 8 bits.
+Errors = Tensor | CompactErrors
+
+
+def tensor_of(error: Errors) -> Tensor:
+    return error if isinstance(error, Tensor) else error.messages
+
+
+def like_errors(error: Errors) -> Errors:
+    if isinstance(error, Tensor):
+        return torch.empty_like(error)
+    return replace(error, messages=torch.empty_like(error.messages))
+
+
+def values_of_errors(error: Errors) -> Tensor:
+    """Return the values of errors, [n] float32. Do not change them: they may be the errors themselves."""
+    if isinstance(error, Tensor):
+        return error
+    values = torch.empty(error.count, dtype=torch.float32, device=error.device)
+    for start, stop, message in ERROR_CODE.chunks(error.messages, error.count, error.world_size):
+        values[start:stop] = ERROR_CODE.decode(message, stop - start)
+    return values
+
+
+def keep_errors_(error: Errors, values: Tensor) -> None:
+    """Take over new values, [n] float32. They may be the errors themselves."""
+    if isinstance(error, Tensor):
+        error.copy_(values)
+        return
+    for start, stop, message in ERROR_CODE.chunks(error.messages, error.count, error.world_size):
+        ERROR_CODE.encode_(values[start:stop], message)
+
+
+# -- the frozen variance ----------------------------------------------------------------------------------------------
+
 
 #: Points of the grid in an octave.
 POINTS = 8
@@ -31,15 +106,10 @@ _RUN = 1 << 18  # elements that are encoded at once, so that what this needs sta
 
 @dataclass(frozen=True)
 class LogVariance:
-    """The variances of a bucket in 8 bits.
+    """The variances of a bucket in 8 bits."""
 
-    Attributes:
-        codes: [n] uint8.
-        tops: [tensors] int32, the point k of the largest element of each tensor.
-    """
-
-    codes: Tensor
-    tops: Tensor
+    codes: Tensor  # [n] uint8
+    tops: Tensor  # [tensors] int32: the point k of the largest element of each tensor
 
 
 #: The frozen variance of a bucket in one of two forms: float32 values [n], or 8 bits.
@@ -97,11 +167,7 @@ def encode_variance_(values: Tensor, codes: Tensor, top: int | None = None) -> i
 
 
 def check_tops(tops: Tensor) -> None:
-    """Check that these are points of the grid.
-
-    Raises:
-        ValueError: If they are not.
-    """
+    """Check that these are points of the grid; a ValueError if not."""
     if tops.numel() and not _LOWEST <= int(tops.min()) <= int(tops.max()) <= _HIGHEST:
         found = sorted({int(tops.min()), int(tops.max())})
         raise ValueError(f"the tops of a variance must be from {_LOWEST} to {_HIGHEST}, got {found}")
@@ -116,12 +182,7 @@ def decode_variance(codes: Tensor, top: int | Tensor) -> Tensor:
 
 
 def values_of_variance(variance: Variance, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the variances of a bucket, [n] float32. Do not change them: they may be the variance itself.
-
-    Args:
-        variance: The variance.
-        spans: The elements of each of the bucket's segments, and the index of its tensor.
-    """
+    """Return the variances of a bucket, [n] float32; unchanged they stay. spans: elements, and index of the tensor."""
     if isinstance(variance, Tensor):
         return variance
     values = torch.empty(variance.codes.numel(), dtype=torch.float32, device=variance.codes.device)
