@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_compressopt.amp import GradScaler
     from hf_compressopt.checkpoint.io import async_save_state, load_state, save_state, wait_for_saves
-    from hf_compressopt.collectives.ddp import GradientSync, attach_ddp, average_gradients, ddp_hook
-    from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
+    from hf_compressopt.collectives.backward import guard_torch_clipping
+    from hf_compressopt.collectives.ddp import GradientSync, attach_ddp, ddp_hook
+    from hf_compressopt.collectives.gradients import average_gradients
     from hf_compressopt.fsdp.compression import FSDPCompression, compress_fsdp
     from hf_compressopt.grad_compression import GradientCompression, compress_hook
     from hf_compressopt.integrations.accelerate import CompressOptAccelerator, attach
@@ -28,33 +29,24 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "CompressOptAccelerator": "hf_compressopt.integrations.accelerate",
-    "CompressOptPlugin": "hf_compressopt.integrations.plugin",
-    "FSDPCompression": "hf_compressopt.fsdp.compression",
-    "FusedAdam": "hf_compressopt.optim.fused_adam",
-    "GradScaler": "hf_compressopt.amp",
-    "GradientCompression": "hf_compressopt.grad_compression",
-    "GradientSync": "hf_compressopt.collectives.ddp",
-    "Lamb": "hf_compressopt.optim.lamb",
-    "MuonAdamW": "hf_compressopt.optim.muon",
-    "OnebitAdam": "hf_compressopt.optim.onebit_adam",
-    "OnebitLamb": "hf_compressopt.optim.lamb",
-    "ZeroOneAdam": "hf_compressopt.optim.zero_one_adam",
-    "ZeroConfig": "hf_compressopt.zero.config",
-    "ZeroOptimizer": "hf_compressopt.zero.optimizer",
-    "async_save_state": "hf_compressopt.checkpoint.io",
-    "attach_ddp": "hf_compressopt.collectives.ddp",
-    "average_gradients": "hf_compressopt.collectives.ddp",
-    "compress_fsdp": "hf_compressopt.fsdp.compression",
-    "compress_hook": "hf_compressopt.grad_compression",
-    "ddp_hook": "hf_compressopt.collectives.ddp",
-    "attach": "hf_compressopt.integrations.accelerate",
-    "estimate_zero_memory": "hf_compressopt.zero.memory",
-    "guard_torch_clipping": "hf_compressopt.collectives.torch_clipping",
-    "load_state": "hf_compressopt.checkpoint.io",
-    "register": "hf_compressopt.integrations.trainer",
-    "save_state": "hf_compressopt.checkpoint.io",
-    "wait_for_saves": "hf_compressopt.checkpoint.io",
+    "amp": ("GradScaler",),
+    "checkpoint.io": ("async_save_state", "load_state", "save_state", "wait_for_saves"),
+    "collectives.backward": ("guard_torch_clipping",),
+    "collectives.ddp": ("GradientSync", "attach_ddp", "ddp_hook"),
+    "collectives.gradients": ("average_gradients",),
+    "fsdp.compression": ("FSDPCompression", "compress_fsdp"),
+    "grad_compression": ("GradientCompression", "compress_hook"),
+    "integrations.accelerate": ("CompressOptAccelerator", "attach"),
+    "integrations.plugin": ("CompressOptPlugin",),
+    "integrations.trainer": ("register",),
+    "optim.fused_adam": ("FusedAdam",),
+    "optim.lamb": ("Lamb", "OnebitLamb"),
+    "optim.muon": ("MuonAdamW",),
+    "optim.onebit_adam": ("OnebitAdam",),
+    "optim.zero_one_adam": ("ZeroOneAdam",),
+    "zero.config": ("ZeroConfig",),
+    "zero.memory": ("estimate_zero_memory",),
+    "zero.optimizer": ("ZeroOptimizer",),
 }
 
 __all__ = [
@@ -89,9 +81,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    for module, names in _HOME.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

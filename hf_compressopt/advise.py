@@ -24,16 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_compressopt.collectives import topology
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.topology import (
-    AUTO,
-    FLAT,
-    TopologyOptions,
-    described,
-    exchange_seconds,
-    nodes_pay,
-    with_topology,
-)
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, announced
 from hf_compressopt.planner import estimate, link, report
 from hf_compressopt.planner.link import Link
@@ -101,7 +93,6 @@ class _Place:
     neighbours: Communicator | None = None  # the ranks of this node, if there are several, and several nodes
 
     def __init__(self, use_cpu: bool) -> None:
-        """Read the launcher's variables."""
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(f"{', '.join(missing)} are not set, which a launcher does: {_START}")
@@ -213,12 +204,12 @@ def _measure_links(arguments: argparse.Namespace, place: _Place, measured: dict[
     if place.neighbours is not None and arguments.local_bandwidth is None:
         found = _link(place.neighbours, place, (place.local, 1), measured, "local_link")
         arguments.local_bandwidth = -link.slowest([-found.bandwidth], place.everyone)[0]
-    if place.neighbours is not None and arguments.topology == AUTO:
-        levels = with_topology(place.everyone, TopologyOptions(node_size=place.local)).levels
+    if place.neighbours is not None and arguments.topology == topology.AUTO:
+        levels = topology.with_topology(place.everyone, topology.TopologyOptions(node_size=place.local)).levels
         if levels is not None:
-            measured["topology"] = exchange_seconds(place.everyone, levels)
-            if not nodes_pay(*measured["topology"]):
-                arguments.topology = FLAT
+            measured["topology"] = topology.exchange_seconds(place.everyone, levels)
+            if not topology.nodes_pay(*measured["topology"]):
+                arguments.topology = topology.FLAT
 
 
 def _link(channel: Communicator, place: _Place, shape: tuple[int, int], measured: dict[str, Any], name: str) -> Link:
@@ -250,7 +241,7 @@ def _facts(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any
             rate, hop = _gigabits(row["bandwidth"]), f"{row['latency'] * 1e6:,.0f} us"
             lines.append(f"measured {title}, {collective}: {rate}, {hop} a hop{host}")
     if "topology" in measured:
-        lines.append(f"measured topology=auto: {described(*measured['topology'])}")
+        lines.append(f"measured topology=auto: {topology.described(*measured['topology'])}")
     if "memory_bandwidth" in measured:
         lines.append(f"measured memory of a rank: {measured['memory_bandwidth'] / 1e9:.3g} GB/s")
     if "seconds" in measured.get("step", {}):
@@ -277,7 +268,7 @@ def _estimate(arguments: argparse.Namespace, place: _Place) -> str:
         value = getattr(arguments, name)
         if value:
             words.append(f"--{name.replace('_', '-')} {value:.4g}")
-    words += ["--topology flat"] if arguments.topology == FLAT else []
+    words += ["--topology flat"] if arguments.topology == topology.FLAT else []
     return " ".join(words + [f"--warmup-bits {arguments.warmup_bits}"] * (arguments.warmup_bits is not None))
 
 

@@ -34,7 +34,7 @@ class GradScaler(torch.amp.GradScaler):
         super().update(new_scale)
         for optimizer in self._told or ():
             if isinstance(optimizer, ZeroOptimizer):
-                optimizer._averages.note_scaler(self.get_scale())
+                optimizer.partition.reducer.note_scaler(self.get_scale())
             else:
                 optimizer.early_messages.expect_loss_scale(self.get_scale())
 
@@ -56,7 +56,6 @@ class GradScaler(torch.amp.GradScaler):
         scale = 1.0 / float(inv_scale)
         if inner.freed is not None:
             self._told = WeakSet([inner, *(self._told or ())])
-            inner.freed.note_loss_scale(scale)
         inner.early_messages.note_loss_scale(scale)
         if inner.plan.reduce_grads and inner.warmup_bits < 16:
             inner.warmup_gradients.note_loss_scale(scale)

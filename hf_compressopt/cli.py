@@ -28,11 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=hf_compressopt.__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
     estimate.add_parser(commands)
-    for name, run, help_line, description, options in _SUBCOMMANDS:
+    for name, run, failed, help_line, description, options in _SUBCOMMANDS:
         subparser = commands.add_parser(name, help=help_line, description=description)
         for option, keywords in options.items():
             subparser.add_argument(option, **keywords)
-        subparser.set_defaults(run=run)
+        subparser.set_defaults(run=run, name=name, failed=failed)
     arguments = parser.parse_args(argv)
     try:
         with _as_one_process():
@@ -41,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has read enough; nothing is flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (ValueError, OSError) as error:
+        if not getattr(arguments, "failed", 0):
+            raise
+        _complain(arguments.name, error)
+        return int(arguments.failed)
     return code
 
 
@@ -69,8 +74,7 @@ def _selftest(arguments: argparse.Namespace) -> int:
     try:
         found = selftest.run(arguments.gpu)
     except RuntimeError as error:
-        print(f"hf-compressopt selftest: {error}", file=sys.stderr)
-        return 2
+        return _complain("selftest", error)
     print(json.dumps(found, indent=2))
     return 0 if found["passed"] else 1
 
@@ -78,28 +82,18 @@ def _selftest(arguments: argparse.Namespace) -> int:
 def _from_deepspeed(arguments: argparse.Namespace) -> int:
     from hf_compressopt.integrations import deepspeed
 
-    try:
-        config = deepspeed.read_config(arguments.config)
-        found = deepspeed.translate(config, ranks=arguments.ranks, same_arithmetic=arguments.same_arithmetic)
-        text = json.dumps(deepspeed.as_json(found), indent=2) if arguments.json else deepspeed.render(found)
-    except ValueError as error:
-        _complain("from-deepspeed", error)
-        return 2
-    print(text)
+    config = deepspeed.read_config(arguments.config)
+    found = deepspeed.translate(config, ranks=arguments.ranks, same_arithmetic=arguments.same_arithmetic)
+    print(json.dumps(deepspeed.as_json(found), indent=2) if arguments.json else deepspeed.render(found))
     return 1 if found.lost else 0
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from hf_compressopt.format import inspect
 
-    try:
-        found = inspect.collect(arguments.directory, prefix=arguments.prefix, verify=arguments.verify)
-    except (ValueError, OSError) as error:
-        _complain("inspect", error)
-        return 2
+    found = inspect.collect(arguments.directory, prefix=arguments.prefix, verify=arguments.verify)
     if not found:
-        _complain("inspect", f"{arguments.directory} holds no checkpoint of hf_compressopt")
-        return 2
+        return _complain("inspect", f"{arguments.directory} holds no checkpoint of hf_compressopt")
     print(json.dumps(found, indent=2) if arguments.json else "\n\n".join(map(inspect.render, found)))
     return 1 if any(facts["problems"] for facts in found) else 0
 
@@ -107,30 +101,20 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _consolidate(arguments: argparse.Namespace) -> int:
     from hf_compressopt.checkpoint import portable
 
-    try:
-        index = portable.find_index(arguments.directory, arguments.prefix)
-        if index is None:
-            _complain("consolidate", f"{arguments.directory} holds no checkpoint of hf_compressopt")
-            return 2
-        for note in portable.consolidate(index, arguments.out, force=arguments.force):
-            _complain("consolidate", note)
-    except (ValueError, OSError) as error:
-        _complain("consolidate", error)
-        return 1
+    index = portable.find_index(arguments.directory, arguments.prefix)
+    if index is None:
+        return _complain("consolidate", f"{arguments.directory} holds no checkpoint of hf_compressopt")
+    for note in portable.consolidate(index, arguments.out, force=arguments.force):
+        _complain("consolidate", note)
     return 0
 
 
 def _import(arguments: argparse.Namespace) -> int:
     from hf_compressopt.checkpoint import portable
 
-    try:
-        if not Path(arguments.source).is_file():
-            _complain("import", f"there is no file {arguments.source}")
-            return 2
-        portable.import_state(arguments.source, arguments.directory, prefix=arguments.prefix, force=arguments.force)
-    except (ValueError, OSError) as error:
-        _complain("import", error)
-        return 1
+    if not Path(arguments.source).is_file():
+        return _complain("import", f"there is no file {arguments.source}")
+    portable.import_state(arguments.source, arguments.directory, prefix=arguments.prefix, force=arguments.force)
     return 0
 
 
@@ -140,11 +124,13 @@ def _prefix(text: str) -> str:
     return text
 
 
-def _complain(command: str, what: object) -> None:
+def _complain(command: str, what: object) -> int:
+    """Print to stderr. Returns the exit code of a command that cannot begin."""
     from hf_compressopt.format.inspect import printable
 
     text = "\n".join(map(printable, str(what).splitlines()))  # names in a file may hold terminal sequences
     print(f"hf-compressopt {command}: {text}", file=sys.stderr)
+    return 2
 
 
 def _flag(text: str) -> dict[str, Any]:
@@ -155,11 +141,13 @@ def _prefix_option(text: str, default: str | None = None) -> dict[str, Any]:
     return {"type": _prefix, "default": default, "help": f"start of the file names{text}"}
 
 
-#: Name, what runs and returns the exit code, help in the list, its own help, keyword arguments of ``add_argument``.
-_SUBCOMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], int], str, str, dict[str, dict[str, Any]]], ...] = (
+#: Name, what runs and returns the exit code, that of a ValueError or OSError (0: none is expected), help in the list,
+#: its own help, keyword arguments of ``add_argument``.
+_SUBCOMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], int], int, str, str, dict[str, dict[str, Any]]], ...] = (
     (
         "env",
         _env,
+        0,
         "print versions, native libraries, GPUs, communicators, and which kernels are in use",
         "Print the information to include in a bug report. Exit code 1 if something cannot work.",
         {"--json": _flag("print JSON")},
@@ -167,6 +155,7 @@ _SUBCOMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], int], str, str, di
     (
         "selftest",
         _selftest,
+        0,
         "test all kernels and each optimizer on this machine, and print one JSON for an issue",
         "Compare all native kernels with the reference at odd sizes and alignments, and train with each optimizer on "
         "two processes. Exit code 0 if all is well, 1 if something differs, 2 if there is no GPU to test.",
@@ -175,6 +164,7 @@ _SUBCOMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], int], str, str, di
     (
         "from-deepspeed",
         _from_deepspeed,
+        2,
         "translate a DeepSpeed configuration into Trainer's flags and Accelerate's call",
         "Translate every option of a DeepSpeed configuration. Exit code 0 if each has a counterpart, 1 if one has "
         "none, 2 if the file is not a valid configuration.",
@@ -193,6 +183,7 @@ _SUBCOMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], int], str, str, di
     (
         "inspect",
         _inspect,
+        2,
         "list what a checkpoint holds, and check that it is complete",
         "List the optimizers' checkpoints in a folder. Exit code 0 if all are complete, 1 if one is damaged, 2 if "
         "there is none.",
@@ -206,6 +197,7 @@ _SUBCOMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], int], str, str, di
     (
         "consolidate",
         _consolidate,
+        1,
         "write a checkpoint as one file with the state of torch.optim.AdamW",
         "Write the checkpoint of any number of ranks as one file, in little memory. torch.load reads OUT.pt, for "
         "AdamW's load_state_dict. OUT.safetensors has the parameters' names. Exit code 0 if the file is written, 1 if "
@@ -220,6 +212,7 @@ _SUBCOMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], int], str, str, di
     (
         "import",
         _import,
+        1,
         "write one file with the state of torch.optim.AdamW as a checkpoint",
         "Write a checkpoint that load_state of every optimizer here accepts. Exit code 0 if it is written, 1 if it "
         "cannot be, 2 if there is no such file.",

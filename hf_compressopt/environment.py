@@ -85,8 +85,7 @@ def _library(device_type: str) -> dict[str, Any]:
 
     from hf_compressopt.kernels import library
 
-    path = Path(library.__file__).parent / "lib" / f"libcompressopt_{device_type}.so"
-    problem = library.why_not(torch.device(device_type, 0))
+    path, problem = library.path_of(device_type), library.why_not(torch.device(device_type, 0))
     built = library.what_was_built() if device_type == "cuda" else ""
     found: dict[str, Any] = {"path": str(path), "built": built or None, "problem": problem or None}
     try:

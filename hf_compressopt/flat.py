@@ -9,7 +9,7 @@ needs is virtual: no buffer holds it, so that it can count in no norm.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import inf
@@ -33,12 +33,7 @@ def chunk_range(numel: int, world_size: int, rank: int) -> tuple[int, int]:
 
 
 def bucket_numel_of(bucket_cap_mb: float) -> int:
-    """Elements of a bucket of ``bucket_cap_mb`` MiB of float32 values.
-
-    Raises:
-        ValueError: If not even one value fits, or it is not finite.
-        TypeError: If it is not a number.
-    """
+    """Elements of a bucket of ``bucket_cap_mb`` MiB of float32 values, one at least."""
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
         raise TypeError(f"bucket_cap_mb must be a number > 0, got {bucket_cap_mb!r}")
     numel = bucket_cap_mb * BYTES_PER_MB / FLOAT_BYTES
@@ -55,11 +50,10 @@ class Span:
     start: int
     stop: int
     offset: int
-    numel: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Count the elements once: a step asks for them."""
-        object.__setattr__(self, "numel", self.stop - self.start)
+    @cached_property  # a step asks for it
+    def numel(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -69,11 +63,10 @@ class Bucket:
     start: int
     stop: int
     pieces: tuple[Span, ...]
-    numel: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Count the elements once: a step asks for them."""
-        object.__setattr__(self, "numel", self.stop - self.start)
+    @cached_property  # a step asks for it
+    def numel(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -94,11 +87,7 @@ class FlatLayout:
 
     @classmethod
     def build(cls, numels: Sequence[int], bucket_numel: int) -> FlatLayout:
-        """Lay out parameters of the given sizes.
-
-        Raises:
-            ValueError: If ``bucket_numel`` is less than 1.
-        """
+        """Lay out parameters of the given sizes."""
         if bucket_numel < 1:
             raise ValueError(f"bucket_numel must be >= 1, got {bucket_numel}")
         starts = tuple(accumulate(numels, initial=0))

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from hf_compressopt.collectives.backward import take_over
 from hf_compressopt.collectives.communicator import Communicator, Traffic
-from hf_compressopt.collectives.ddp import GradientRounds, IntegerBucket, as_it_is
 from hf_compressopt.collectives.errors import GroupErrors
+from hf_compressopt.collectives.gradients import GradientRounds, IntegerBucket, as_it_is
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
@@ -57,7 +57,6 @@ class MessageOptions(TopologyOptions):
     state: str = "compact"
 
     def __post_init__(self) -> None:
-        """Check the options."""
         super().__post_init__()
         if self.bucket_cap_mb is not None:
             bucket_numel_of(self.bucket_cap_mb)
@@ -190,25 +189,15 @@ class GradientCompression:
             of the last step; in the hierarchical topology both on the link of a node); ``seconds_communication`` (host
             seconds blocked so far).
         """
-        world_size, sent = self.communicator.world_size, self.traffic.step_bytes
-        inside = sum(self.traffic.node_bytes.values())
-        full = 2 * (world_size - 1) / world_size * 4 * self.layout.numel
-        return {
-            **({"bytes_sent_in_node": float(inside)} if inside else {}),
-            "skipped_steps": float(self.skipped_steps),
-            "bytes_sent_step": float(sent),
-            "bytes_sent": float(self.traffic.total_bytes),
-            "compression_ratio": full / (sent * self.communicator.topology.node_size) if sent else 1.0,
-            "seconds_communication": self.traffic.total_seconds,
-        }
+        place, skipped = self.communicator.topology, {"skipped_steps": float(self.skipped_steps)}
+        full = 2 * (place.world_size - 1) / place.world_size * 4 * self.layout.numel
+        return skipped | self.traffic.metrics(full, self.traffic.step_bytes, place.node_size)
 
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
-        communicator = self.communicator
-        nodes = "" if communicator.levels is None else f", hierarchical on {communicator.topology.nodes} nodes"
         return (
             f"GradientCompression: the gradients of {self.layout.numel:,} parameters travel as int{self.bits} with "
-            f"error feedback, {communicator.world_size} rank(s) over {communicator.name}{nodes}"
+            f"error feedback, {self.communicator}"
         )
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -273,7 +262,7 @@ class GradientCompression:
                 if anywhere and param.grad is None:
                     param.grad = torch.zeros_like(param)
                 self._rounds.add(param, param.grad)
-            self._finish(self._rounds.finish())
+            self._rounds.finish(self._finish)
 
     def add_bucket(self, bucket: "dist.GradBucket") -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """Take a bucket of DDP's; :func:`compress_hook` calls it."""
@@ -310,7 +299,7 @@ class GradientCompression:
 def check_state(state: str) -> None:
     """Check a value of the option ``state``."""
     if state not in STATES:
-        raise ValueError(f"state must be one of {sorted(STATES)}, got {state!r}")
+        raise ValueError(f"state must be one of {list(STATES)}, got {state!r}")
 
 
 def unscaled() -> float:

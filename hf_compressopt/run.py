@@ -22,14 +22,7 @@ _USAGE = "usage: python -m hf_compressopt.run (script.py | -m module) [arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Register the optimizers, then run the script or module as ``__main__`` with the rest of the arguments.
-
-    Args:
-        argv: Arguments; None takes those of the command line.
-
-    Returns:
-        2 if the arguments name no script and no module, or options are refused, else 0.
-    """
+    """Register the optimizers, then run the script or module as ``__main__``. Returns 2 if something is refused."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] in (["-h"], ["--help"]):
         print(__doc__, _USAGE, sep="\n")
@@ -98,12 +91,10 @@ def _find_modules_beside(script: str) -> None:
 
 
 def _why_no_script(path: str) -> str:
-    """Why a path cannot be run, or "" if it can."""
     return "" if os.path.isfile(path) else f"{path!r} is no file"
 
 
 def _why_no_module(name: str) -> str:
-    """Why a module cannot be run, or "" if it can."""
     try:
         spec = find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:

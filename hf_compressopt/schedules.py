@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 #: The value of a freeze step that the variance finds; see :class:`FreezeDetector`.
 AUTO = "auto"
@@ -41,26 +41,13 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Description of one step.
-
-    Attributes:
-        step: The number t >= 1 of the step.
-        stage: Its stage.
-        reduce_grads: True if ``step()`` expects gradients that are averaged over the ranks (by DDP, by its hook, or
-            by the caller); False if they must stay local.
-        update_variance: True if the second moment learns from the step.
-        synchronize: True if the schedule has a compressed message in the step.
-        ends_stage: True in the last step of its stage.
-        agree: True if the ranks must agree that all gradients are finite; False if each rank decides for itself.
-    """
-
-    step: int
+    step: int  # t >= 1
     stage: Stage
-    reduce_grads: bool
-    update_variance: bool
-    synchronize: bool
-    ends_stage: bool
-    agree: bool = True
+    reduce_grads: bool  # step() expects gradients that are averaged over the ranks; else they must stay local
+    update_variance: bool  # the second moment learns from the step
+    synchronize: bool  # the schedule has a compressed message in the step
+    ends_stage: bool  # the last step of its stage
+    agree: bool = True  # the ranks must agree that all gradients are finite; else each rank decides for itself
 
     @property
     def is_local_sync(self) -> bool:
@@ -69,23 +56,12 @@ class StepPlan:
 
 
 class Schedule(ABC):
-    """A schedule whose warmup stage ends for good when the variance is frozen.
+    """A frozen dataclass of options of an optimizer; its warmup stage ends for good when the variance is frozen."""
 
-    Subclasses are frozen dataclasses whose fields are options of an optimizer.
-
-    Attributes:
-        freeze_step: Last step of the warmup stage, or "auto": the variance finds it.
-        freeze_share: Share of a run that the warmup stage takes at most, unless it is given.
-        low_bit_freeze_share: The same if the warmup stage sends low-bit gradients.
-        max_freeze_step: Bound on the step that "auto" finds. It yields to ``min_freeze_step`` and to the warmup of the
-            learning rate; see :class:`Warmup`.
-        min_freeze_step: The first step that "auto" may find.
-    """
-
-    freeze_share: ClassVar[float] = 0.2
-    low_bit_freeze_share: ClassVar[float] = 0.2
-    freeze_step: int | str
-    max_freeze_step: int
+    freeze_share: ClassVar[float] = 0.2  # of a run that the warmup stage takes at most, unless it is given
+    low_bit_freeze_share: ClassVar[float] = 0.2  # the same if the warmup stage sends low-bit gradients
+    freeze_step: int | str  # last step of the warmup stage, or "auto": the variance finds it
+    max_freeze_step: int  # bound on what "auto" finds; it yields to the next one and to the learning rate's warmup
     min_freeze_step: int
 
     @abstractmethod
@@ -93,7 +69,6 @@ class Schedule(ABC):
         """Return the plan of a step."""
 
     def __post_init__(self) -> None:
-        """Check the options."""
         for name, value in self.options().items():
             if name == "freeze_step" and isinstance(value, str):
                 if value != AUTO:
@@ -175,10 +150,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class OnebitSchedule(Schedule):
-    """The schedule of 1-bit Adam and 1-bit LAMB: warmup up to and including ``freeze_step``, compressed after it.
-
-    Source: 1-bit Adam, arXiv 2102.02888, Algorithm 1.
-    """
+    """The schedule of 1-bit Adam (arXiv 2102.02888, Algorithm 1) and 1-bit LAMB: warmup up to ``freeze_step``."""
 
     freeze_step: int | str = AUTO
     max_freeze_step: int = 100_000
@@ -264,35 +236,19 @@ class Warmup:
 
     A variance that is frozen where the warmup ends knows nothing of the gradients at the full rate: in simulated runs
     that cost up to 17 % of the loss.
-
-    Attributes:
-        rate: Highest learning rate so far.
-        step: The first step that had it; 0 if it was before the first step that is known.
     """
 
-    rate: float = 0.0
-    step: int = 0
+    rate: float = 0.0  # the highest so far
+    step: int = 0  # the first step that had it; 0 if it was before the first step that is known
 
     def after(self, step: int, rate: float) -> Warmup:
         """Return the warmup after a step with this learning rate."""
         return Warmup(rate, step) if rate > self.rate else self
 
     def is_over(self, step: int, window: int) -> bool:
-        """Return whether the variance has seen enough of the full rate by the end of a step.
-
-        It has if as many steps had the full rate as the warmup took, or as the variance remembers (``window``); at
-        least two.
-        """
+        """Return whether as many steps had the full rate as the warmup took or the variance remembers: two at least."""
         at_full_rate = step - self.step + 1
         return self.step <= 1 or (at_full_rate > 1 and at_full_rate >= min(self.step - 1, window))
-
-
-class History(Protocol):
-    """Numbers in a row, such as a 1-D float64 tensor on the CPU."""
-
-    def __len__(self) -> int: ...  # noqa: D105
-    def __getitem__(self, index: int, /) -> Any: ...  # noqa: D105
-    def __setitem__(self, index: int, value: float, /) -> None: ...  # noqa: D105
 
 
 @dataclass(frozen=True)
@@ -304,13 +260,12 @@ class FreezeDetector:
     ``last_step`` at the latest. ``history`` has D norms, in a ring, and the last learning rate behind them.
     """
 
-    history: History
+    history: Any  # numbers in a row, such as a 1-D float64 tensor on the CPU
     threshold: float
     last_step: int
 
     @staticmethod
     def size(beta2: float, last_step: int) -> int:
-        """Return the length of a history."""
         return min(round(1 / (1 - beta2)), last_step) + 1
 
     def needs_norm(self, step: int) -> bool:

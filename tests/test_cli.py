@@ -73,16 +73,13 @@ sys.exit(cli.main(["env"]))
     missing = f"{tmp_path / 'libcompressopt_cuda.so'} does not exist: not built: nvidia-smi finds no GPU here"
     assert f"  cuda          {missing}\n" in text
     assert "  CPU tensors   reference" in text
-    done = run_python(["-c", code], HF_COMPRESSOPT_KERNELS="native")
-    assert done.returncode == 1
+    done = run_python(["-c", code], code=1, HF_COMPRESSOPT_KERNELS="native")
     assert "PROBLEM: HF_COMPRESSOPT_KERNELS=native, but there are no native kernels" in done.stdout
 
 
 @pytest.mark.parametrize(("setting", "code", "said"), [("reference", 0, "reference"), ("fast", 1, "an error")])
 def test_the_choice_of_kernels_is_told_and_an_unknown_one_is_an_error(setting: str, code: int, said: str) -> None:
-    done = run_python([*CLI, "env", "--json"], HF_COMPRESSOPT_KERNELS=setting)
-    facts = json.loads(done.stdout)
-    assert done.returncode == code
+    facts = json.loads(run_python([*CLI, "env", "--json"], code=code, HF_COMPRESSOPT_KERNELS=setting).stdout)
     assert facts["kernels"]["setting"] == setting and facts["kernels"]["cpu"] == said
     assert bool(facts["problems"]) == bool(code)
 

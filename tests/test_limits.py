@@ -18,12 +18,12 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 
 TOTALS = {
-    "modules of the package": 90,
-    "lines of the package": 24_704,
-    "lines of tests": 28_552,
-    "lines of scripts": 4_704,
+    "modules of the package": 89,
+    "lines of the package": 23_863,
+    "lines of tests": 27_625,
+    "lines of scripts": 4_520,
 }
-CALLED = {"OnebitAdam": 15, "ZeroOneAdam": 16, "OnebitLamb": 15, "DDP, int4 gradients": 11, "ZeRO-2": 15}
+CALLED = {"OnebitAdam": 15, "ZeroOneAdam": 16, "OnebitLamb": 15, "DDP, int4 gradients": 10, "ZeRO-2": 14}
 
 
 def lines_of(folder: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -11,26 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.state import Header, LoadPlan, State
+from hf_compressopt.checkpoint.state import SERVER, WORKER, Header, LoadPlan, State, errors_of_group
 from hf_compressopt.checkpoint.stored import BYTES, CODE, MESSAGE, MOMENTS, TOP
 from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.plan import Per, StateTensor, TensorKey
-from hf_compressopt.kernels import Average
-from hf_compressopt.kernels.messages import chunk_message_nbytes
-from hf_compressopt.kernels.variance import check_tops
+from hf_compressopt.kernels import Average, SignFormat
+from hf_compressopt.kernels.compact import check_tops
+from hf_compressopt.optim import options
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import GroupState, Moments
-from hf_compressopt.optim.options import (
-    check_count,
-    check_group,
-    check_mask,
-    check_ranks,
-    check_scale_block,
-    group_from_plain,
-    loadable_group,
-    plain_group,
-)
 from hf_compressopt.optim.state import (
     check_header,
     check_tensors,
@@ -43,8 +33,7 @@ from hf_compressopt.optim.state import (
 )
 from hf_compressopt.schedules import Stage
 
-#: Kinds of the errors, of the mask of a group, and of the tensors of the whole optimizer.
-WORKER, SERVER = "worker_error", "server_error"
+#: Kinds of the mask of a group, and of the tensors of the whole optimizer.
 _MASK, _OPTIMIZER = "exp_avg_mask", "optimizer"
 
 
@@ -52,14 +41,14 @@ def room_for_messages(
     numel: int, bucket_numel: int, world_size: int, scale_block: int | None, device: torch.device
 ) -> dict[int, Average]:
     """Return memory for the messages of a param group's buckets, by their first elements."""
-    check_count("bucket_numel", bucket_numel)
-    check_scale_block(scale_block)
-    found = {}
+    options.check_count("bucket_numel", bucket_numel)
+    options.check_scale_block(scale_block)
+    form, found = SignFormat(scale_block), {}
     for start in range(0, numel, bucket_numel):
         count = min(bucket_numel, numel - start)
-        stride = chunk_message_nbytes(count, world_size, scale_block)[0]
+        stride = form.chunk_nbytes(count, world_size)[0]
         messages = torch.empty(world_size * stride, dtype=torch.uint8, device=device)
-        found[start] = Average(count, None, messages, world_size, scale_block, stride)
+        found[start] = form.average(count, messages, world_size, stride)
     return found
 
 
@@ -81,12 +70,14 @@ class GroupBuffers:
         if str(key(MESSAGE)) in entries:
             cut = header.values["bucket_numel"], saved, header.values.get("scale_block")
             last = room_for_messages(state.layout.numel, *cut, state.device)
-        shards = None if frozen else state.moments.shards or state.room_for_shards()
+        held = state.moments.shards
+        mine = held is not None and held.place is state.communicator.topology
+        shards = None if frozen else held if mine else state.room_for_shards()
         moments = state.moments.room(codes=str(key(TOP)) in entries, last=last, shards=shards)
         error = entries.get(str(TensorKey(WORKER, group=state.number, rank=rank)))
         in_bytes = error is not None and error.dtype == BYTES
         alike = saved == ranks and state.communicator.levels is None
-        as_saved = in_bytes and alike and state.worker_error.numel() > 0
+        as_saved = in_bytes and alike and state.errors.worker.numel() > 0
         return cls(state, moments, state.errors.room(compact=as_saved))
 
     def tensors(self, names: Sequence[str], own: Sequence[str], rank: int) -> Iterator[StateTensor]:
@@ -135,19 +126,12 @@ class GroupBuffers:
             yield StateTensor.of(key(kind), values, replicated=replicated)
 
     def _of_errors(self, rank: int) -> Iterator[StateTensor]:
-        number, errors, place = self.state.number, self.errors, self.state.communicator.topology
-        if self.state.own_rank is not None:
+        number, errors = self.state.number, self.errors
+        if self.state.own_rank is None:
+            yield from errors_of_group(errors, number, self.state.communicator)
+        else:
             yield StateTensor.of(TensorKey(WORKER, group=number, rank=rank), errors.worker, is_error=True)
             yield StateTensor.of(TensorKey(SERVER, group=number, rank=rank), errors.server)
-            return
-        sent: dict[str, Any] = {"of_each_rank": True, "node_size": place.node_size}
-        for key, parts, options in (
-            (TensorKey(WORKER, group=number, rank=place.node), errors.stored_worker(), sent),
-            (TensorKey(SERVER, group=number), errors.stored_server(), {}),
-        ):
-            for start, part in parts:
-                if part.numel():
-                    yield StateTensor.of(key, part, errors.stored_shape, start, is_error=True, **options)
 
     def commit(self, *, frozen: bool) -> None:
         """Take over what was read. ``frozen``: whether the variance does not change in the coming step."""
@@ -174,8 +158,8 @@ class FlatState(State):
         super().__init__(optimizer.communicator, [group.names for group in groups], shared)
 
     def header(self) -> dict[str, Any]:
-        optimizer = self._optimizer
-        return {**header_of(optimizer), "param_groups": [plain_group(group) for group in optimizer.param_groups]}
+        groups = map(options.plain_group, self._optimizer.param_groups)
+        return {**header_of(self._optimizer), "param_groups": list(groups)}
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
         """They share memory with the optimizer."""
@@ -205,6 +189,9 @@ class FlatState(State):
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
+    def remake_errors(self) -> list[Callable[[], None]]:
+        return [state.errors.remake() for state in self._optimizer._states if state.own_rank is None]
+
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
         groups = self._checked_groups(header)
         if not header.compressed:
@@ -213,7 +200,7 @@ class FlatState(State):
         optimizer._before_load()
         masks, tensors = self._brought(entries)
         for number, mask in masks.items():
-            check_mask(mask, optimizer._states[number].params, number)
+            options.check_mask(mask, optimizer._states[number].params, number)
         schedule = type(optimizer.schedule).of(header.values["schedule"])
         check_tensors(tensors, schedule)
         stage, alone = Stage(header.values["stage"]), self.communicator.world_size == 1
@@ -246,11 +233,11 @@ class FlatState(State):
         own = [number for number, state in enumerate(optimizer._states) if state.own_rank is not None]
         if own and not header.compressed:
             raise ValueError(f"it is of {header.title}, and the param groups {own} have a process_group of their own")
-        check_ranks(values["world_size"], self.communicator.world_size, own)
-        saved = map(group_from_plain, header.param_groups(len(optimizer.param_groups)))
-        groups = [group if header.compressed else loadable_group(group) for group in saved]
+        options.check_ranks(values["world_size"], self.communicator.world_size, own)
+        saved = map(options.group_from_plain, header.param_groups(len(optimizer.param_groups)))
+        groups = [group if header.compressed else options.loadable_group(group) for group in saved]
         for number, (group, found) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            check_group({**group, **found}, number)
+            options.check_group({**group, **found}, number)
         return groups
 
     def _brought(self, entries: Mapping[str, TensorEntry]) -> tuple[dict[int, Tensor], dict[str, Tensor]]:

@@ -207,7 +207,6 @@ def checkpointable(optimizer: Saved) -> State:
 
 
 def _innermost(optimizer: Any) -> Any:
-    """Return the optimizer inside wrappers such as Accelerate's."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_compressopt.checkpoint.state import COMPRESSED, Header, LoadPlan, State
+from hf_compressopt.checkpoint.state import FSDPState, Header, LoadPlan, State
 from hf_compressopt.checkpoint.stored import Stored, source_of
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS
@@ -53,6 +53,7 @@ def load(
                     for number, problem in absent.items()
                 }
                 files = opened.enter_context(ShardFiles(folder, index, out_of_reach))
+                opened.enter_context(_topology_of(source.header, state))
                 plan = state.plan_load(grouped, source.header, source.entries)
                 reading = _Reading(source, plan, files, communicator, path)
                 reading.check()
@@ -61,20 +62,41 @@ def load(
         reading = communicator.run_together(check, others=CheckpointError)
         communicator.run_together(reading.read, others=CheckpointError)
     reading.plan.commit()
-    _warn_of_topology(reading.source.header, communicator)
 
 
-def _warn_of_topology(header: Header, communicator: Communicator) -> None:
-    """Warn of a topology other than that of the run that saved: the resumed run has other bits."""
-    saved, mine = header.values.get(NODE_SIZE, 1), communicator.topology.node_size
-    known = header.title in (*COMPRESSED, "GradientCompression")
-    if known and saved != mine and header.values["world_size"] == communicator.world_size and communicator.rank == 0:
+@contextmanager
+def _topology_of(header: Header, state: State) -> Iterator[None]:
+    """Take the topology of the run that saved where this one's was measured; warn of another one: it has other bits.
+
+    If the load fails inside the block, topology and errors are those of before.
+    """
+    ranks, saved = state.communicator, header.values.get(NODE_SIZE, 1)
+    before, timed, of = ranks.levels, ranks.timed, Header.of(state.header())
+    alike = header.title == of.title and header.values.get("world_size") == ranks.world_size
+    if not alike or isinstance(state, FSDPState) or saved == ranks.topology.node_size:
+        yield
+        return
+    take = timed is not None and saved in (1, timed.node.world_size)
+    if take:
+        ranks.levels = None if saved == 1 else timed
+    undo = state.remake_errors() if take else []
+    try:
+        yield
+    except BaseException:
+        ranks.levels = before
+        for restore in undo:
+            restore()
+        raise
+    name = FLAT if saved == 1 else TWO_LEVELS
+    if ranks.rank == 0 and take:
+        logger.info("topology=auto: %s, as the run that saved the checkpoint, whatever was measured now", name)
+    elif ranks.rank == 0:
         logger.warning(
-            "the checkpoint was saved with a node_size of %d, and this run has %d: the run is resumed, but not bit for "
+            "the checkpoint was saved with a node_size of %s, and this run has %d: the run is resumed, but not bit for "
             "bit. For equal bits give topology='%s'",
             saved,
-            mine,
-            TWO_LEVELS if saved > 1 else FLAT,
+            ranks.topology.node_size,
+            name,
         )
 
 

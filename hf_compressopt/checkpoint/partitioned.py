@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.state import Header, LoadPlan, State, not_alike
+from hf_compressopt.checkpoint.state import WORKER, Header, LoadPlan, State, not_alike
 from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.errors import keep_, values_of
 from hf_compressopt.collectives.torch_dist import make_communicator
@@ -211,7 +211,7 @@ def _described(
     everyone = partition.communicator
     for number, ranges in _ranges(partition):
         flat = partition.known[number].communicator.levels is None  # as in groups of only some ranks
-        key = TensorKey("worker_error", called[number], rank=everyone.rank if flat else everyone.topology.node)
+        key = TensorKey(WORKER, called[number], rank=everyone.rank if flat else everyone.topology.node)
         own: dict[str, Any] = {"of_each_rank": True, "node_size": everyone.topology.node_size}
         for start, stop in ranges:
             shape = tuple(partition.tensors[number].shape)
@@ -273,8 +273,8 @@ class PartitionedState(State):
     def header(self) -> dict[str, Any]:
         optimizer = self._optimizer
         size = self.communicator.topology.node_size
-        errors = {NODE_SIZE: size} if size > 1 and optimizer.config.grad_form is not None else {}
-        return {**header_of(optimizer), **errors, "param_groups": [plain_group(g) for g in optimizer.param_groups]}
+        nodes = {NODE_SIZE: size} if size > 1 else {}
+        return {**header_of(optimizer), **nodes, "param_groups": [plain_group(g) for g in optimizer.param_groups]}
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
         """Tensors with a value per element share memory with the optimizer."""
@@ -318,6 +318,14 @@ class PartitionedState(State):
         return result
 
     # -- loading ------------------------------------------------------------------------------------------------------
+
+    def remake_errors(self) -> list[Callable[[], None]]:
+        found: list[Callable[[], None]] = []
+        for gradients in self._optimizer.partition.reducer.slices:
+            if gradients.errors is not None and gradients.communicator is self.communicator:
+                found.append(partial(setattr, gradients, "errors", gradients.errors))
+                gradients.make_errors(gradients.errors.form)
+        return found
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
         optimizer, partition, called = self._optimizer, self._optimizer.partition, self._qualified(names)

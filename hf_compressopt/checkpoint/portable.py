@@ -75,18 +75,10 @@ def find_index(directory: str | os.PathLike[str], prefix: str | None = None) -> 
 
 
 def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = False) -> list[str]:
-    """Write a checkpoint of any of our optimizers as one file of AdamW's state, in little memory.
+    """Write a checkpoint of any of our optimizers as one file of AdamW's state, verified, in little memory.
 
-    The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.stored`. Everything that is read
-    is verified. The file, ``.safetensors`` or ``.pt`` for torch.load, gets its name only when it is whole.
-
-    Returns:
-        Sentences about what the checkpoint has and the file does not.
-
-    Raises:
-        CheckpointError: (a ValueError) If the checkpoint is damaged, or cannot be expressed as AdamW's state.
-        ValueError: For a file of another kind, or one that is part of the checkpoint.
-        FileExistsError: If the file exists, and not ``force``.
+    The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.stored`. The file gets its name
+    only when it is whole. Returns sentences about what the checkpoint has and the file does not.
     """
     path = Path(out)
     if path.suffix not in (_SAFETENSORS, *_TORCH):
@@ -162,12 +154,7 @@ def import_state(
 ) -> None:
     """Make a checkpoint of a file of AdamW's state: a Trainer's ``optimizer.pt``, or what :func:`consolidate` wrote.
 
-    ``load_state`` of any of our optimizers loads it, on any number of ranks. A file for torch.load has no names: its
-    parameters are identified by their places in the param groups, as in torch.
-
-    Raises:
-        FileExistsError: If there is a checkpoint of that prefix, and not ``force``.
-        ValueError: If the file is not readable, or not a state of Adam or AdamW; the message names it.
+    A file for torch.load has no names: its parameters are identified by their places in the param groups, as in torch.
     """
     path = Path(source)
     check_prefix(prefix)

@@ -18,11 +18,13 @@ from hf_compressopt.format.index import NODE_SIZE, TensorEntry
 from hf_compressopt.format.plan import StateTensor, TensorKey, dtype_name
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
-from hf_compressopt.optim.options import check_names
+from hf_compressopt.optim.options import names_by_group
 
 #: The optimizers whose state is Adam's moments: as they are, or inside a ZeroOptimizer.
 PLAIN = ("AdamW", "Adam", "FusedAdam", "Lamb")
 COMPRESSED = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
+#: Kinds of the errors.
+WORKER, SERVER = "worker_error", "server_error"
 _ZERO = re.compile(r"ZeroOptimizer\((\w+)\)")
 
 
@@ -77,10 +79,7 @@ class State(ABC):
 
     def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
         """Return the names of the trainable parameters per param group: those given in their order, or their own."""
-        found = list(chain.from_iterable(self._names) if names is None else names)
-        check_names(found, sum(map(len, self._names)))
-        rest = iter(found)
-        return [[next(rest) for _ in group] for group in self._names]
+        return names_by_group(self._names, names)
 
     def checked_names(self, names: Sequence[str] | None) -> list[list[str]]:
         """Return those of :meth:`parameter_names` if files can hold them."""
@@ -118,12 +117,29 @@ class State(ABC):
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
         """Check that a checkpoint fits, and say what to read. The optimizer does not change."""
 
+    def remake_errors(self) -> list[Callable[[], None]]:
+        """Take errors of 0, in the sizes of the communicator's topology of now; the results restore those of before."""
+        return []
+
 
 def not_alike(key: object) -> str:
     return (
         f"{key} is not the same for all parts of the parameter, so that a checkpoint cannot hold it as one number: "
         "the optimizer is not element-wise; use it without ZeRO, or save optimizer.state_dict() on every rank"
     )
+
+
+def errors_of_group(errors: GroupErrors, group: int, communicator: Communicator) -> Iterator[StateTensor]:
+    """Describe the errors of a param group as they are stored: of each rank or node, and of the servers."""
+    place = communicator.topology
+    own: dict[str, Any] = {"of_each_rank": True, "node_size": place.node_size}
+    for key, parts, options in (
+        (TensorKey(WORKER, group=group, rank=place.node), errors.stored_worker(), own),
+        (TensorKey(SERVER, group=group), errors.stored_server(), {}),
+    ):
+        for start, part in parts:
+            if part.numel():
+                yield StateTensor.of(key, part, errors.stored_shape, start, is_error=True, **options)
 
 
 # -- the errors of gradients that are compressed in DDP or FSDP2 -------------------------------------------------------
@@ -180,7 +196,7 @@ class LowBitState(State):
             raise ValueError(f"it is of {header.title}, not of {self._title}")
         is_fsdp = isinstance(compression, FSDPCompression)  # whose replicas have errors, where elsewhere ranks have
         known = values["world_size"] > (values.get(NODE_SIZE, 1) if is_fsdp else 1)
-        served = not is_fsdp or any(name.startswith("server_error/") for name in entries)
+        served = not is_fsdp or any(name.startswith(f"{SERVER}/") for name in entries)
         rooms = self._room(header, entries)
 
         def commit() -> None:
@@ -200,7 +216,7 @@ class LowBitState(State):
             compression.traffic.restore(values["bytes_sent"])
 
         wanted = self._tensors(names, rooms) if known else []
-        return LoadPlan([tensor for tensor in wanted if served or tensor.key.kind != "server_error"], commit)
+        return LoadPlan([tensor for tensor in wanted if served or tensor.key.kind != SERVER], commit)
 
 
 class CompressionState(LowBitState):
@@ -213,13 +229,17 @@ class CompressionState(LowBitState):
         params = dict(zip(compression.names, compression.params, strict=True))
         ranks = compression.communicator
         super().__init__(compression, ranks, params, [compression.errors], ranks.topology.node_size)
-        self._bucket_numel = compression.layout.bucket_numel
+        self._gradients, self._bucket_numel = compression, compression.layout.bucket_numel
 
     def header(self) -> dict[str, Any]:
         return {**super().header(), "bucket_numel": self._bucket_numel}
 
+    def remake_errors(self) -> list[Callable[[], None]]:
+        self._gradients._new_errors, self._gradients._buckets = None, []
+        return [errors.remake() for errors in self._errors]
+
     def _room(self, header: Header, entries: Mapping[str, TensorEntry]) -> list[GroupErrors]:
-        (errors,), saved = self._errors, entries.get(str(TensorKey("server_error", group=0)))
+        (errors,), saved = self._errors, entries.get(str(TensorKey(SERVER, group=0)))
         alike = (self.communicator.world_size, self._bucket_numel) == tuple(
             header.values.get(name) for name in ("world_size", "bucket_numel")
         )
@@ -227,14 +247,7 @@ class CompressionState(LowBitState):
         return [errors.room(compact=in_bytes and alike and self.communicator.levels is None)]
 
     def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> Iterator[StateTensor]:
-        (found,), place = errors, self.communicator.topology
-        own: dict[str, Any] = {"of_each_rank": True, "node_size": place.node_size}
-        for key, parts, options in (
-            (TensorKey("worker_error", group=0, rank=place.node), found.stored_worker(), own),
-            (TensorKey("server_error", group=0), found.stored_server(), {}),
-        ):
-            for start, part in parts:
-                yield StateTensor.of(key, part, found.stored_shape, start, is_error=True, **options)
+        return errors_of_group(errors[0], 0, self.communicator)
 
 
 class FSDPState(LowBitState):
@@ -268,7 +281,7 @@ class FSDPState(LowBitState):
         mine: dict[str, Any] = {"of_each_rank": True, "node_size": self._node_size}
         for unit, held in zip(self._units, values, strict=True):
             for kind, shard, start, found in unit.runs(held, self._shard):
-                rank, own = (self._replica, mine) if kind == "worker_error" else (None, {})
+                rank, own = (self._replica, mine) if kind == WORKER else (None, {})
                 for known, offset, numel, first in unit.unit.places(shard):
                     low, high = max(start, offset), min(start + found.numel(), offset + numel)
                     if low < high:

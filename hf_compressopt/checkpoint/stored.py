@@ -29,10 +29,8 @@ from hf_compressopt.flat import chunk_range
 from hf_compressopt.format.index import CheckpointIndex, TensorEntry
 from hf_compressopt.format.plan import MASTER, Per, Plan, Read, StateTensor, TensorKey, plan_reads
 from hf_compressopt.format.shards import ShardFiles
-from hf_compressopt.kernels import Average, CompactErrors, on
-from hf_compressopt.kernels.errors import ERROR_CODE
-from hf_compressopt.kernels.messages import chunk_message_nbytes
-from hf_compressopt.kernels.variance import check_tops, decode_variance
+from hf_compressopt.kernels import CompactErrors, SignFormat
+from hf_compressopt.kernels.compact import ERROR_CODE, check_tops, decode_variance
 from hf_compressopt.optim.options import check_count, check_scale_block
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -164,9 +162,8 @@ class Stored:
         if self._recent is None or self._recent[:2] != (group, first):
             start, stop, whole = (self._place_of(n, numel, self._message_nbytes) for n in (first, first + count, numel))
             messages = self._bytes(TensorKey(MESSAGE, group=group), whole, start, stop, files)
-            scale_block, values = self._scale_block, torch.empty(count, dtype=torch.float32, device="cpu")
-            stride = (stop - start) // self._ranks
-            on(values).decompress_(Average(count, None, messages, self._ranks, scale_block, stride), values)
+            form, values = SignFormat(self._scale_block), torch.empty(count, dtype=torch.float32, device="cpu")
+            form.decompress_(form.average(count, messages, self._ranks, (stop - start) // self._ranks), values)
             self._recent = group, first, values
         return self._recent[2]
 
@@ -206,7 +203,7 @@ class Stored:
         return full * nbytes_of(size) + nbytes_of(rest)
 
     def _message_nbytes(self, numel: int) -> int:
-        return self._ranks * chunk_message_nbytes(numel, self._ranks, self._scale_block)[0]
+        return self._ranks * SignFormat(self._scale_block).chunk_nbytes(numel, self._ranks)[0]
 
 
 # -- as one of AdamW -------------------------------------------------------------------------------------------------

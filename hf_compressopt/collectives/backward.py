@@ -7,9 +7,10 @@ ranks whose graphs differ do not wait for each other.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Protocol
@@ -24,253 +25,28 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.exchange import Order
 
 logger = logging.getLogger(__name__)
 
 _NESTED = BackwardCFunction.apply.__code__  # the frame in which an autograd function of the user's calls backward
 
 
-class Order:
-    """Buckets that are sent in one order, each once its members' gradients are there; ``of`` has each member's."""
-
-    def __init__(self, buckets: Iterable[Iterable[Hashable]] = ()) -> None:
-        """Send buckets of these members in the order in which they are given."""
-        self.of: dict[Hashable, list[int]] = {}
-        self._members: list[frozenset[Hashable]] = []
-        self._sequence: list[int] = []
-        self._completed: dict[int, None] = {}  # in the order in which their gradients came, until the ranks agree
-        self._is_agreed = False
-        self.add(buckets)
-
-    def add(self, buckets: Iterable[Iterable[Hashable]]) -> None:
-        """Add buckets behind the others."""
-        for members in map(frozenset, buckets):
-            for member in members:
-                self.of.setdefault(member, []).append(len(self._members))
-            self._sequence.append(len(self._members))
-            self._members.append(members)
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a pass."""
-        self._awaited = [set(members) for members in self._members]
-        self._next = 0
-
-    def awaits(self, index: int, member: Hashable) -> bool:
-        """Return whether the gradient of a member of a bucket has not come in this pass."""
-        return member in self._awaited[index]
-
-    def arrived(self, member: Hashable) -> None:
-        """Record that the gradient of a member is there."""
-        for index in self.of.get(member, ()):
-            awaited = self._awaited[index]
-            awaited.discard(member)
-            if not awaited and not self._is_agreed:
-                self._completed.setdefault(index)
-
-    def due(self) -> Iterator[int]:
-        """Yield the numbers of the buckets that are to be sent now."""
-        while self._next < len(self._sequence) and not self._awaited[self._sequence[self._next]]:
-            self._next += 1
-            yield self._sequence[self._next - 1]
-
-    def rest(self) -> Iterator[int]:
-        """Yield the numbers of the buckets that have not been sent in this pass."""
-        while self._next < len(self._sequence):
-            self._next += 1
-            yield self._sequence[self._next - 1]
-
-    def chosen(self, choice: Sequence[bool]) -> list[int]:
-        """Return the numbers of the buckets that are chosen, in order."""
-        return [index for index in self._sequence if choice[index]]
-
-    def agree(self, communicator: Communicator) -> None:
-        """Send buckets from now on in the order in which they were complete on rank 0. All ranks call, after passes."""
-        if self._is_agreed or communicator.world_size == 1:
-            return
-        first = communicator.all_gather_object(list(self._completed))[0]
-        self._sequence = [*first, *(number for number in self._sequence if number not in set(first))]
-        self._is_agreed, self._completed = bool(first), {}
-
-
-class PassMarks:
-    """The autograd tasks of a pass under way, and of the backward that an autograd function inside it has called."""
-
-    def __init__(self) -> None:
-        self._outer: int | None = None
-        self._nested: int | None = None
-
-    def end(self) -> None:
-        """Record that the pass is over."""
-        self._outer = self._nested = None
-
-    def enter(self, at_end: Callable[[], None], interrupted: Callable[[], object]) -> bool:
-        """Record the task under way, and return whether it is new; ``interrupted`` if the pass before has raised."""
-        task = torch._C._current_graph_task_id()
-        if task == self._outer or task == self._nested:
-            return False
-        if _inside_another_backward():
-            self._nested = task
-        else:
-            if self._outer is not None:
-                interrupted()
-            self._outer = task
-            Variable._execution_engine.queue_callback(at_end)
-        return True
-
-
-def _inside_another_backward() -> bool:
-    """Tell whether an autograd function inside another backward called this one, as reentrant checkpointing does."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _NESTED:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-# -- hooks ------------------------------------------------------------------------------------------------------------
-
-_ATTACHED: WeakSet[GradientOwner] = WeakSet()
-_steps_are_watched = False
-
-
-class GradientOwner:
-    """The hooks of one object on parameters. They do not keep it alive, and they go when it is gone.
-
-    A parameter has one owner at most. A new one takes over, with a warning. An ordinary optimizer is not seen before
-    its first step: if the owner has taken the gradients which that step should have used, the step raises an error.
-    Where ``detached``, gradients stay in ``p.grad``.
-    """
-
-    def __init__(self, name: str, arrived: Callable[[int], None], holds: Callable[[], bool]) -> None:
-        self.name, self.detached = name, False
-        self._arrived, self._holds = WeakMethod(arrived), WeakMethod(holds)
-        self._handles: list[RemovableHandle] = []
-        self._owned: set[int] = set()  # by id: the owner of the methods keeps the parameters alive
-        finalize(arrived.__self__, _remove, self._handles).atexit = False  # type: ignore[attr-defined]
-
-    def hook(self, params: Sequence[Tensor]) -> None:
-        """Own more parameters; their numbers follow those of earlier ones."""
-        global _steps_are_watched
-        take_over(params, self.name)
-        for number, param in enumerate(params, start=len(self._handles)):
-            hook = _hook(self._arrived, number)
-            self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        self._owned.update(map(id, params))
-        _ATTACHED.add(self)
-        if not _steps_are_watched:
-            register_optimizer_step_post_hook(_check_step)
-            _steps_are_watched = True
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        _remove(self._handles)
-        self.detached = True
-        _ATTACHED.discard(self)
-
-    def require_attached(self) -> None:
-        """Check that the owner still gets gradients."""
-        if self.detached:
-            raise RuntimeError(
-                f"this {self.name} gets no gradients any more: it was detached, or another optimizer of some of its "
-                "parameters followed; use the newer one, and give each parameter to one optimizer only"
-            )
-
-    @property
-    def holds_gradients(self) -> bool:
-        """True if gradients were taken that no step has used."""
-        holds = self._holds()
-        return holds is not None and holds()
-
-    def owned_of(self, params: Iterable[Tensor]) -> int:
-        """Count the parameters that are owned."""
-        return sum(id(param) in self._owned for param in params)
-
-
-def _hook(arrived: WeakMethod[Callable[[int], None]], number: int) -> Callable[[Tensor], None]:
-    def gradient_arrived(_: Tensor) -> None:
-        if (method := arrived()) is not None:
-            method(number)
-
-    return gradient_arrived
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
-
-
-def _owners_of(params: Sequence[Tensor]) -> list[GradientOwner]:
-    return [owner for owner in list(_ATTACHED) if owner.owned_of(params)]
-
-
-def are_owned(params: Iterable[Tensor]) -> bool:
-    """Return whether the gradient of one of the parameters is taken away while backward runs."""
-    return bool(_ATTACHED and _owners_of(list(params)))
-
-
-def take_over(params: Sequence[Tensor], name: str) -> None:
-    """Detach the owners of parameters, because an optimizer or averaging of this name follows."""
-    for owner in _owners_of(params):
-        owner.detach()
-        logger.warning(
-            "%s takes over parameters of an earlier %s that is still alive: that one gets no more gradients, and its "
-            "step() raises an error",
-            name,
-            owner.name,
-        )
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise an error after the step of an optimizer whose gradients a living owner has taken; torch calls this."""
-    for owner in [owner for owner in _ATTACHED if owner.holds_gradients]:
-        taken = owner.owned_of(param for group in optimizer.param_groups for param in group["params"])
-        if taken:
-            owner.detach()
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step() moved {taken} of its parameters not at all: a {owner.name} that is "
-                "still alive took their gradients during backward. It is detached now: run backward again, and the "
-                "next step has them. Give each parameter to one optimizer only, and delete an optimizer, or call its "
-                "detach(), before another one of the same parameters follows"
-            )
-
-
-# -- passes -----------------------------------------------------------------------------------------------------------
-
-
 class Sender(Protocol):
     """An object that sends the gradients of passes. All ranks call its methods in one order, but for ``take``."""
 
-    def begin_pass(self) -> bool:
-        """Begin a pass, and return whether buckets are sent in it; alike on all ranks."""
-        ...
-
-    def take(self, number: int) -> bool:
-        """Take the gradient of a parameter; False leaves it for later."""
-        ...
-
-    def send(self, index: int) -> None:
-        """Send a bucket."""
-        ...
-
-    def end_pass(self) -> None:
-        """End a pass in which all buckets were sent."""
-        ...
-
-    def interrupted(self) -> None:
-        """Handle a backward pass that raised before its end."""
-        ...
-
-    def holds_gradients(self) -> bool:
-        """Return whether gradients were taken that no step has used."""
-        ...
+    def begin_pass(self) -> bool: ...  # whether buckets are sent in the pass; alike on all ranks
+    def take(self, number: int) -> bool: ...  # the gradient of a parameter; False leaves it for later
+    def send(self, index: int) -> None: ...  # a bucket
+    def end_pass(self) -> None: ...  # after all buckets
+    def interrupted(self) -> None: ...  # after a backward pass that raised before its end
+    def holds_gradients(self) -> bool: ...  # whether gradients were taken that no step has used
 
 
 # The order of messages is a matter of the process, not of one optimizer. Numbers are alike on all ranks.
 _LIVING: WeakSet[BackwardPasses] = WeakSet()
 _NUMBERS = count()
+_steps_are_watched = False
 
 
 class BackwardPasses:
@@ -278,23 +54,60 @@ class BackwardPasses:
 
     Of several in a process, the one made first sends while backward runs. The others send at its end, one after
     another: even if graphs complete the parameters of two optimizers in different orders, all ranks send in one.
-    Gradients stay in ``p.grad`` if it is not ``enabled``, or ``done`` until the next step.
+    Gradients stay in ``p.grad`` if it is not ``enabled``, ``done`` until the next step, or ``detached``.
+
+    A parameter belongs to one at most: a new one takes over, with a warning. An ordinary optimizer is not seen before
+    its first step: that raises an error if the gradients which it should have used were taken. The hooks keep no
+    sender alive, and go with it.
     """
 
     def __init__(self, sender: Sender, name: str, communicator: Communicator) -> None:
-        self.order, self.enabled, self.done = Order(), True, False
-        self.hooks = GradientOwner(name, self.gradient_arrived, sender.holds_gradients)
-        self._sender, self._communicator = ref(sender), communicator
-        self._marks = PassMarks()
+        self.order, self.enabled, self.done, self.detached = Order(), True, False, False
+        self.name, self._sender, self._communicator = name, ref(sender), communicator
+        self._handles: list[RemovableHandle] = []
+        self._owned: set[int] = set()  # by id: the sender keeps the parameters alive
         self._open = self._begun = self._sends = False
+        self._task: int | None = None  # of the pass under way, and of a backward that an autograd function in it called
+        self._nested: int | None = None
         self._number = next(_NUMBERS)
         self._world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        finalize(self, _remove, self._handles).atexit = False
         _LIVING.add(self)
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
 
     def add(self, params: Sequence[Tensor], buckets: Iterable[Iterable[int]]) -> None:
         """Add parameters, whose numbers follow those of earlier ones, and buckets of the numbers of their members."""
-        self.hooks.hook(params)
+        global _steps_are_watched
+        take_over(params, self.name)
+        for number, param in enumerate(params, start=len(self._handles)):
+            hook = _hook(WeakMethod(self.gradient_arrived), number)
+            self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._owned.update(map(id, params))
         self.order.add(buckets)
+        if not _steps_are_watched:
+            register_optimizer_step_post_hook(_check_step)
+            _steps_are_watched = True
+
+    def detach(self) -> None:
+        _remove(self._handles)
+        self.detached = True
+
+    def require_attached(self) -> None:
+        if self.detached:
+            raise RuntimeError(
+                f"this {self.name} gets no gradients any more: it was detached, or another optimizer of some of its "
+                "parameters followed; use the newer one, and give each parameter to one optimizer only"
+            )
+
+    def owned_of(self, params: Iterable[Tensor]) -> int:
+        """Count the parameters whose gradients come here."""
+        return 0 if self.detached else sum(id(param) in self._owned for param in params)
+
+    def holds_gradients(self) -> bool:
+        return not self.detached and (sender := self._sender()) is not None and sender.holds_gradients()
+
+    # -- passes -------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -311,7 +124,7 @@ class BackwardPasses:
         if not self.enabled or self.done:
             return
         sender = self._owner()
-        if self._marks.enter(self.flush, sender.interrupted) and not self._open:
+        if self._enters_task(sender) and not self._open:
             if not self._elders():
                 self._begin()
             self._open = True
@@ -323,6 +136,20 @@ class BackwardPasses:
                 for index in self.order.due():
                     sender.send(index)
 
+    def _enters_task(self, sender: Sender) -> bool:
+        """Record the autograd task under way, and return whether it is new."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task or task == self._nested:
+            return False
+        if _inside_another_backward():
+            self._nested = task
+        else:
+            if self._task is not None:
+                sender.interrupted()
+            self._task = task
+            Variable._execution_engine.queue_callback(self.flush)
+        return True
+
     @torch.no_grad()
     def flush(self) -> None:
         """End a pass: send the rest. All ranks call."""
@@ -332,7 +159,7 @@ class BackwardPasses:
             elder.flush()
         if not self._begun:
             self._begin()
-        self._marks.end()
+        self._task = self._nested = None
         self._open = self._begun = False
         if self._sends:
             for index in self.order.rest():
@@ -358,4 +185,112 @@ class BackwardPasses:
         if self._communicator.world_size == 1 or len(_LIVING) == 1:
             return []
         elders = [each for each in _LIVING if each._number < self._number and each._world is self._world]
-        return sorted((each for each in elders if not each.hooks.detached), key=lambda each: each._number)
+        return sorted((each for each in elders if not each.detached), key=lambda each: each._number)
+
+
+def _inside_another_backward() -> bool:
+    """Tell whether an autograd function inside another backward called this one, as reentrant checkpointing does."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _NESTED:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _hook(arrived: WeakMethod[Callable[[int], None]], number: int) -> Callable[[Tensor], None]:
+    def gradient_arrived(_: Tensor) -> None:
+        if (method := arrived()) is not None:
+            method(number)
+
+    return gradient_arrived
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+def take_over(params: Sequence[Tensor], name: str) -> None:
+    """Detach the owners of parameters, because an optimizer or averaging of this name follows."""
+    for owner in [passes for passes in list(_LIVING) if passes.owned_of(params)]:
+        owner.detach()
+        logger.warning(
+            "%s takes over parameters of an earlier %s that is still alive: that one gets no more gradients, and its "
+            "step() raises an error",
+            name,
+            owner.name,
+        )
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise an error after the step of an optimizer whose gradients a living owner has taken; torch calls this."""
+    for owner in [passes for passes in list(_LIVING) if passes.holds_gradients()]:
+        taken = owner.owned_of(param for group in optimizer.param_groups for param in group["params"])
+        if taken:
+            owner.detach()
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() moved {taken} of its parameters not at all: a {owner.name} that is "
+                "still alive took their gradients during backward. It is detached now: run backward again, and the "
+                "next step has them. Give each parameter to one optimizer only, and delete an optimizer, or call its "
+                "detach(), before another one of the same parameters follows"
+            )
+
+
+# -- torch's own clipping, which sees no gradients that were freed, and would silently clip nothing --------------------
+
+_GUARDED = "_compressopt_guards"
+_said = False
+_INSTEAD = {
+    "clip_grad_value_": "clip by norm with optimizer.clip_grad_norm_(max_norm), or use an optimizer without ZeRO",
+    "_clip_grads_with_norm_": "call optimizer.clip_grad_norm_(max_norm) in its place, or make the optimizer with "
+    "clip_grad=max_norm (OnebitAdam: max_grad_norm=max_norm)",
+}
+
+
+def guard_torch_clipping() -> None:
+    """Make torch's functions that clip gradients raise an error if a living optimizer has freed these gradients.
+
+    Those functions see no gradients under ZeRO, and clip nothing. :func:`hf_compressopt.register` and
+    :func:`hf_compressopt.attach` call this; a plain loop may call it once at its start.
+
+    ``clip_grad_norm_`` clips by ``_clip_grads_with_norm_``, which it looks up at each call: the guard reaches scripts
+    that imported ``clip_grad_norm_`` before. Other parameters are clipped as ever.
+    """
+    modules = (torch.nn.utils.clip_grad, torch.nn.utils)
+    for name in _INSTEAD:
+        original = getattr(modules[0], name, None)
+        if original is None or hasattr(original, _GUARDED):
+            continue
+        guarded = _guarded(original, name)
+        for module in modules:
+            for alias in [alias for alias, value in vars(module).items() if value is original]:
+                setattr(module, alias, guarded)
+
+
+def warn_unguarded() -> None:
+    """Warn once, without the guard, that torch's functions would silently clip nothing."""
+    global _said
+    if not _said and not hasattr(torch.nn.utils.clip_grad._clip_grads_with_norm_, _GUARDED):
+        logger.warning(
+            "training under ZeRO without clipping: optimizer.clip_grad_norm_(max_norm) clips, but "
+            "torch.nn.utils.clip_grad_norm_ sees no gradients and clips nothing. hf_compressopt.guard_torch_clipping() "
+            "makes it raise an error instead, and ends this warning"
+        )
+    _said = True
+
+
+def _guarded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        known = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(passes.owned_of(known) for passes in list(_LIVING)):
+            raise RuntimeError(
+                "torch.nn.utils cannot clip the gradients under ZeRO, which are shared out among the ranks: "
+                f"{_INSTEAD[name]}"
+            )
+        return original(known, *args, **kwargs)
+
+    setattr(clip, _GUARDED, original)
+    return clip

@@ -26,10 +26,9 @@ _Result = TypeVar("_Result")
 
 
 class Traffic:
-    """Counters that every communicator of an optimizer writes to.
+    """Counters of what all communicators of an optimizer send, by the volume of a bandwidth-optimal algorithm.
 
-    Bytes are what this rank sends, by the volume of the collective's bandwidth-optimal algorithm; ``node_bytes`` stay
-    inside the node. Seconds are those in which the host was blocked.
+    ``node_bytes`` stay inside the node; ``seconds`` are those in which the host was blocked.
     """
 
     def __init__(self, whole: Traffic | None = None) -> None:
@@ -46,7 +45,6 @@ class Traffic:
         return Traffic(self)
 
     def sent(self, kind: str, nbytes: int) -> None:
-        """Count bytes sent by a collective of this kind."""
         if self._paused:
             return
         if self._whole is None:
@@ -55,7 +53,6 @@ class Traffic:
             self._whole.node_bytes[kind] += nbytes
 
     def waited(self, kind: str, seconds: float) -> None:
-        """Count host seconds spent in a collective of this kind."""
         if self._paused:
             return
         if self._whole is None:
@@ -74,13 +71,7 @@ class Traffic:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes sent so far."""
         return sum(self.bytes.values())
-
-    @property
-    def total_seconds(self) -> float:
-        """Host seconds spent in collectives so far."""
-        return sum(self.seconds.values())
 
     def end_step(self, *, local: bool = False) -> None:
         """Close a step: ``step_bytes`` becomes the bytes sent since the last call. ``local``: ranks may step alone."""
@@ -97,6 +88,17 @@ class Traffic:
         if self._since[0] and not peek:
             self._read, self._since = self._since, (0, 0)
         return found[0] / found[1]
+
+    def metrics(self, full: float, sent: float, node_size: int) -> dict[str, float]:
+        """Return numbers for a log; a step has ``sent`` so much, in place of ``full`` bytes on the link of a node."""
+        inside = sum(self.node_bytes.values())
+        return {
+            **({"bytes_sent_in_node": float(inside)} if inside else {}),
+            "bytes_sent_step": float(sent),
+            "bytes_sent": float(self.total_bytes),
+            "compression_ratio": full / (sent * node_size) if sent > 0 else 1.0,
+            "seconds_communication": sum(self.seconds.values()),
+        }
 
     def restore(self, total_bytes: int) -> None:
         """Continue from a checkpoint at which ``total_bytes`` had been sent."""
@@ -122,6 +124,7 @@ class Communicator(ABC):
 
     Collectives that return a :class:`Handle` start at once; all other methods block. Small tensors lie on ``device``;
     ``process_group`` is None for all ranks, ``levels`` in the flat topology; ``has_parts`` says if :meth:`part` works.
+    ``timed`` are levels that ``topology="auto"`` has measured, whether it took them or not: a load may.
     """
 
     name: str
@@ -131,19 +134,30 @@ class Communicator(ABC):
     traffic: Traffic
     process_group: dist.ProcessGroup | None = None
     levels: Levels | None = None
+    timed: Levels | None = None
     has_parts: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         """Return a copy with counters of its own; a group of processes cannot be copied, so copies share it."""
         copied = copy(self)
         memo[id(self)] = copied
-        copied.traffic, copied.levels = deepcopy(self.traffic, memo), deepcopy(self.levels, memo)
+        copied.traffic = deepcopy(self.traffic, memo)
+        copied.levels, copied.timed = deepcopy(self.levels, memo), deepcopy(self.timed, memo)
         return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but levels that are not in use, whose groups no pickle can hold."""
+        return self.__dict__ | {"timed": None}
 
     @property
     def topology(self) -> Topology:
         """The place of this rank in the compressed exchange."""
         return topology_of(self.world_size, self.rank, 1 if self.levels is None else self.levels.node.world_size)
+
+    def __str__(self) -> str:
+        """Return the ranks in words, for a log."""
+        nodes = "" if self.levels is None else f", hierarchical on {self.topology.nodes} nodes"
+        return f"{self.world_size} rank(s) over {self.name}{nodes}"
 
     # -- the transport ------------------------------------------------------------------------------------------------
 
@@ -218,26 +232,19 @@ class Communicator(ABC):
 
     def raise_together(self, error: Exception | None, others: type[Exception] = RuntimeError) -> None:
         """Raise on every rank if any rank has an error: its own one, else one of type ``others`` that quotes them."""
-        failed = self.gather_errors(error)
+        _, failed = self._gather_outcomes(None, error)
         if failed:
             raise error or others(failed)
 
-    def gather_errors(self, error: Exception | None) -> str:
-        """Return every rank's error as text; "" if no rank has one."""
-        return self.gather_outcomes(None, error)[1]
-
-    def gather_outcomes(self, outcome: Any, error: Exception | None) -> tuple[list[Any], str]:
-        """Return every rank's outcome (anything that JSON holds), and the errors as :meth:`gather_errors` does."""
+    def _gather_outcomes(self, outcome: Any, error: Exception | None) -> tuple[list[Any], str]:
+        """Return every rank's outcome (anything that JSON holds), and the errors as text; "" if no rank has one."""
         outcomes = self.all_gather_object((outcome, None if error is None else f"{type(error).__name__}: {error}"))
         failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
         told = f"another rank failed, so this one stops too; {'; '.join(failed)}" if failed else ""
         return [outcome for outcome, _ in outcomes], told
 
     def gather_together(
-        self,
-        action: Callable[[], _Result],
-        undo: Callable[[], None] = lambda: None,
-        others: type[Exception] = OSError,
+        self, action: Callable[[], _Result], undo: Callable[[], None] = lambda: None, others: type[Exception] = OSError
     ) -> list[_Result]:
         """Run ``action`` on every rank and return every rank's result (anything that JSON holds).
 
@@ -249,17 +256,14 @@ class Communicator(ABC):
             result = action()
         except Exception as caught:
             error = caught
-        results, failed = self.gather_outcomes(result, error)
+        results, failed = self._gather_outcomes(result, error)
         if failed:
             undo()
             raise error or others(failed)
         return results
 
     def run_together(
-        self,
-        action: Callable[[], _Result],
-        undo: Callable[[], None] = lambda: None,
-        others: type[Exception] = OSError,
+        self, action: Callable[[], _Result], undo: Callable[[], None] = lambda: None, others: type[Exception] = OSError
     ) -> _Result:
         """Run :meth:`gather_together` for any kind of result, and return this rank's."""
         results: list[_Result] = []
@@ -269,23 +273,26 @@ class Communicator(ABC):
     def sum_and_compare(
         self,
         values: Sequence[Tensor],
-        digests: Sequence[int],
+        digests: Sequence[int | Tensor],
         dtype: torch.dtype = torch.float64,
         sketch: Tensor | None = None,
         beside: Tensor | None = None,
     ) -> tuple[list[float], list[bool]]:
         """Sum values, [] each, over the ranks, and compare numbers below DIGEST_BOUND, in one small all-reduce.
 
-        Numbers are all alike if and only if their mean square is the square of their mean. Returns the sums, behind
-        them the squared norm of the mean of ``sketch`` and this rank's ``beside``, which is fetched with them, and for
-        each digest whether all ranks have the same one.
+        Returns the sums, behind them the squared norm of the mean of ``sketch`` and this rank's ``beside``, which is
+        fetched with them, and for each digest whether all ranks have the same one. Digests that the host does not know
+        yet, [] int64, are the last ones.
         """
         bits = _BITS_TOGETHER[dtype]
         shifts = range(0, _DIGEST_BITS, bits)
         pieces = [digest >> shift & (1 << bits) - 1 for digest in digests for shift in shifts]
-        squares = [float(number) for piece in pieces for number in (piece, piece * piece)]
-        head = torch.stack([value.to(self.device, dtype) for value in values])
-        parts = [head, numbers_on(self.device, squares, dtype)]
+        # numbers are all alike if and only if their mean square is the square of their mean
+        squares = [number for piece in pieces for number in (piece, piece * piece)]
+        known = [float(number) for number in squares if isinstance(number, int)]
+        unknown = [number for number in squares if isinstance(number, Tensor)]
+        head, *tail = (torch.stack([n.to(self.device, dtype) for n in row]) for row in (values, unknown) if row)
+        parts = [head, numbers_on(self.device, known, dtype), *tail]
         message = torch.cat(parts if sketch is None else [*parts, sketch.to(self.device, dtype)])
         self.all_reduce(message).wait()
         if sketch is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import chain, islice
 
@@ -12,14 +12,8 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.flat import Bucket, FlatLayout
-from hf_compressopt.kernels import (
-    Combination,
-    CompactErrors,
-    Errors,
-    IntegerAverage,
-    IntegerFormat,
-)
-from hf_compressopt.kernels.errors import ERROR_BITS, ERROR_CODE
+from hf_compressopt.kernels import Combination, CompactErrors, Errors, IntegerAverage, IntegerFormat
+from hf_compressopt.kernels.compact import ERROR_BITS, ERROR_CODE
 
 
 def values_of(error: Errors) -> Tensor:
@@ -43,24 +37,21 @@ def keep_(error: Errors, values: Tensor) -> None:
 
 
 def scale_(errors: Iterable[Errors], factor: float) -> None:
-    """Multiply errors by a factor."""
     for error in errors:
         keep_(error, values_of(error) * factor)
 
 
 class GroupErrors:
-    """The errors of the buckets of a flat layout.
+    """The errors of the buckets of a flat layout, by bucket in ``feedback``, which are views of two buffers.
 
-    A single rank has none, except between the load of a checkpoint of more ranks and its first compressed step. Those
-    are float32 values. In the hierarchical topology a rank has the worker errors of its shard of each bucket. Averages
-    that are not ``served`` to other ranks, those of a reduce-scatter, have no server errors.
-
-    Attributes:
-        compact: Whether errors lie in 8 bits.
-        worker: Worker errors: [elements that this rank sends] float32, or their bytes; [0] if there are none.
-        server: Server errors: [elements whose server this rank is] float32, or their bytes; [0] if there are none.
-        feedback: The errors of each bucket, views of the two.
+    A single rank has none, except between the load of a checkpoint of more ranks and its first compressed step; those
+    are float32 values. Averages that are not ``served`` to other ranks, those of a reduce-scatter, have no server
+    errors.
     """
+
+    worker: Tensor
+    server: Tensor
+    feedback: list[ErrorFeedback]
 
     def __init__(
         self,
@@ -74,9 +65,23 @@ class GroupErrors:
     ) -> None:
         self._layout, self._communicator, self._served = layout, communicator, served
         self.compact = compact and communicator.world_size > 1
+        self._used = used and communicator.world_size > 1
+        self._set(*self._zeros(device))
+
+    def _zeros(self, device: torch.device) -> list[Tensor]:
         dtype = torch.uint8 if self.compact else torch.float32
-        sizes = self.sizes_of(dtype) if used and communicator.world_size > 1 else (0, 0)
-        self._set(*(torch.zeros(size, dtype=dtype, device=device) for size in sizes))
+        sizes = self.sizes_of(dtype) if self._used else (0, 0)
+        return [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+
+    def remake(self) -> Callable[[], None]:
+        """Take errors of 0, in the sizes of the topology of now; the result restores those of before."""
+        before = self.worker, self.server, self.feedback
+        self._set(*self._zeros(self.worker.device))
+
+        def restore() -> None:
+            self.worker, self.server, self.feedback = before
+
+        return restore
 
     def sizes_of(self, dtype: torch.dtype) -> tuple[int, int]:
         """Return the elements of the two buffers in use: uint8 for errors in 8 bits, float32 for values."""
@@ -122,7 +127,6 @@ class GroupErrors:
         self._set(worker.to(device), server.to(device))
 
     def to(self, device: torch.device) -> None:
-        """Move the buffers."""
         self._set(self.worker.to(device), self.server.to(device))
 
     def _set(self, worker: Tensor, server: Tensor) -> None:
@@ -154,15 +158,12 @@ class GroupErrors:
                 keep_(error, values_of(values))
 
     def values(self) -> tuple[Tensor, Tensor]:
-        """Return the worker errors and the server errors as float32 values."""
         return self.worker_values(), self.server_values()
 
     def worker_values(self) -> Tensor:
-        """Return the worker errors as float32 values."""
         return self.joined(list(chain.from_iterable(errors.worker for errors in self.feedback)))
 
     def server_values(self) -> Tensor:
-        """Return the server errors as float32 values."""
         return self.joined([errors.server for errors in self.feedback])
 
     def joined(self, errors: Sequence[Errors]) -> Tensor:
@@ -198,18 +199,16 @@ class GroupErrors:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the errors of the whole group, as a checkpoint has them."""
         return tuple(self.worker.shape) if self._communicator.levels is None else (self._layout.numel,)
 
     def room(self, *, compact: bool) -> GroupErrors:
         """Return these errors if they have this form, else others that have it, to be filled."""
         if compact == self.compact:
             return self
-        options = {"compact": compact, "used": self.worker.numel() > 0, "served": self._served}
+        options = {"compact": compact, "used": self._used, "served": self._served}
         return GroupErrors(self._layout, self._communicator, self.worker.device, **options)
 
     def zero_(self) -> None:
-        """Set all errors to 0."""
         self.worker.zero_()
         self.server.zero_()
 

@@ -27,7 +27,7 @@ The exchange of such a run, or of one bucket, is a generator, a :data:`Task`. It
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -48,7 +48,7 @@ from hf_compressopt.kernels import (
     IntegerFormat,
     MessageFormat,
 )
-from hf_compressopt.kernels.errors import like_errors, tensor_of
+from hf_compressopt.kernels.compact import like_errors, tensor_of
 
 _Result = TypeVar("_Result")
 _Bucket = TypeVar("_Bucket")
@@ -65,15 +65,15 @@ _PIECE = 1 << 15
 
 
 class Pipeline:
-    """Tasks in flight: while one waits for the network, later ones compute.
+    """Tasks in flight: while one waits for the network, later ones compute. ``limit``: the most bytes under way.
 
     Each new task runs to its first wait; then every earlier one goes on to its next wait, the newest first. The order
-    depends on the tasks alone, so that all ranks start collectives alike. ``limit``: the most bytes under way, or None.
+    depends on the tasks alone, so that all ranks start collectives alike.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit, self.nbytes = limit, 0
-        self._tasks: list[tuple[Task[None], int, bool]] = []  # the newest first, and whether it sends nothing more
+        self._tasks: list[tuple[Task[object], int, bool]] = []  # the newest first, and whether it sends nothing more
 
     def room_for(self, nbytes: int) -> None:
         """Finish the oldest tasks until so many bytes more fit, or none is left."""
@@ -83,14 +83,14 @@ class Pipeline:
                 pass
             self.nbytes -= done
 
-    def add(self, task: Task[None], nbytes: int = 0) -> None:
-        """Start a task with so many bytes under way, and advance the others."""
+    def add(self, task: Task[object], nbytes: int = 0) -> None:
+        """Start a task with so many bytes under way, for which there is room then, and advance the others."""
+        self.room_for(nbytes)
         self.nbytes += nbytes
         self._tasks.insert(0, (task, nbytes, False))
         self._advance(all_of_them=False)
 
     def drain(self) -> None:
-        """Finish all tasks."""
         while self._tasks:
             self._advance(all_of_them=True)
 
@@ -116,6 +116,65 @@ def run_tasks(tasks: Iterable[Task[None]]) -> None:
     pipeline.drain()
 
 
+class Order:
+    """Buckets that are sent in one order, each once its members' gradients are there; ``of`` has each member's."""
+
+    def __init__(self, buckets: Iterable[Iterable[Hashable]] = ()) -> None:
+        self.of: dict[Hashable, list[int]] = {}
+        self._members: list[frozenset[Hashable]] = []
+        self._sequence: list[int] = []
+        self._completed: dict[int, None] = {}  # in the order in which their gradients came, until the ranks agree
+        self._is_agreed = False
+        self.add(buckets)
+
+    def add(self, buckets: Iterable[Iterable[Hashable]]) -> None:
+        """Add buckets of these members behind the others."""
+        for members in map(frozenset, buckets):
+            for member in members:
+                self.of.setdefault(member, []).append(len(self._members))
+            self._sequence.append(len(self._members))
+            self._members.append(members)
+        self.begin()
+
+    def begin(self) -> None:
+        self._awaited = [set(members) for members in self._members]
+        self._next = 0
+
+    def awaits(self, index: int, member: Hashable) -> bool:
+        """Return whether the gradient of a member of a bucket has not come in this pass."""
+        return member in self._awaited[index]
+
+    def arrived(self, member: Hashable) -> None:
+        for index in self.of.get(member, ()):
+            awaited = self._awaited[index]
+            awaited.discard(member)
+            if not awaited and not self._is_agreed:
+                self._completed.setdefault(index)
+
+    def due(self) -> Iterator[int]:
+        """Yield the numbers of the buckets that are to be sent now."""
+        while self._next < len(self._sequence) and not self._awaited[self._sequence[self._next]]:
+            self._next += 1
+            yield self._sequence[self._next - 1]
+
+    def rest(self) -> Iterator[int]:
+        """Yield the numbers of the buckets that have not been sent in this pass."""
+        while self._next < len(self._sequence):
+            self._next += 1
+            yield self._sequence[self._next - 1]
+
+    def chosen(self, choice: Sequence[bool]) -> list[int]:
+        return [index for index in self._sequence if choice[index]]
+
+    def agree(self, communicator: Communicator) -> None:
+        """Send buckets from now on in the order in which they were complete on rank 0. All ranks call, after passes."""
+        if self._is_agreed or communicator.world_size == 1:
+            return
+        first = communicator.all_gather_object(list(self._completed))[0]
+        self._sequence = [*first, *(number for number in self._sequence if number not in set(first))]
+        self._is_agreed, self._completed = bool(first), {}
+
+
 # -- error feedback of one bucket -------------------------------------------------------------------------------------
 
 
@@ -130,43 +189,34 @@ class ErrorFeedback:
         """Return memory for errors of the same form."""
         return ErrorFeedback(tuple(map(like_errors, self.worker)), like_errors(self.server))
 
-    def copy_(self, other: ErrorFeedback) -> None:
-        """Take over the errors of another object of the same form."""
-        for mine, theirs in zip((*self.worker, self.server), (*other.worker, other.server), strict=True):
-            tensor_of(mine).copy_(tensor_of(theirs))
+    def copy_(self, other: ErrorFeedback, unless: bool | Tensor = False) -> None:
+        """Take over the errors of another object of the same form, ``unless`` what may be [] bool on their device."""
+        for each in zip((*self.worker, self.server), (*other.worker, other.server), strict=True):
+            mine, theirs = map(tensor_of, each)
+            if isinstance(unless, Tensor):
+                torch.where(unless, mine, theirs, out=mine)
+            elif not unless:
+                mine.copy_(theirs)
 
 
 # -- the compressed exchange ------------------------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
-    """Sizes of the messages that one rank sends of a run of buckets, prepared once.
+    """Sizes of the messages that one rank sends of a run of buckets, prepared once."""
 
-    Attributes:
-        parts: In the hierarchical topology, elements and bytes of each chunk that this rank sends.
-        shards: Likewise, the elements that the rank at each place of a node sends.
-        sent: Bytes of each bucket's messages to all servers.
-        to_peers: Bytes to each server.
-        peers: Ranks that exchange a shard.
-        own_numel: Elements of the chunk of the first bucket whose server this rank is.
-        received: Bytes of all peers' messages for the own chunk of each bucket.
-        own: The first and the last byte of this server's message of each bucket where all servers' are gathered.
-        strides: Bytes of the longest message of each bucket, and so from one to the next.
-        whole: Bytes of each bucket's messages of all servers.
-        orders: Of several buckets the order of rows of 16 bytes in which messages lie server by server, those received
-            lie bucket by bucket, and those gathered. None of one bucket.
-    """
-
-    parts: list[tuple[int, int]]
-    shards: list[int]
-    sent: list[int]
-    to_peers: list[int]
-    peers: int
-    own_numel: int
-    received: list[int]
-    own: list[tuple[int, int]]
-    strides: list[int]
-    whole: list[int]
+    parts: list[tuple[int, int]]  # if hierarchical, elements and bytes of each chunk that this rank sends
+    shards: list[int]  # likewise, elements that the rank at each place of a node sends
+    sent: list[int]  # bytes of each bucket's messages to all servers
+    to_peers: list[int]  # bytes to each server
+    peers: int  # ranks that exchange a shard
+    own_numel: int  # of the chunk of the first bucket whose server this rank is
+    received: list[int]  # bytes of all peers' messages for the own chunk of each bucket
+    own: list[tuple[int, int]]  # first and last byte of this server's message of each bucket where all are gathered
+    strides: list[int]  # bytes of the longest message of each bucket, and so from one to the next
+    whole: list[int]  # bytes of each bucket's messages of all servers
+    # of several buckets the order of rows of 16 bytes in which messages lie server by server, those received lie bucket
+    # by bucket, and those gathered
     orders: tuple[Tensor, Tensor, Tensor] | None
 
 
@@ -233,19 +283,11 @@ def all_reduce(
 ) -> Task[list[AnyAverage]]:
     """Average a run of buckets by compressed messages. All ranks call, for the same buckets in one order.
 
-    What ``zs`` read is used up where the task first waits; in the hierarchical topology where it waits for the second
-    time.
+    What ``zs`` (of one bucket in the hierarchical topology) read is used up where the task first waits; in the
+    hierarchical topology where it waits for the second time. New errors go to ``new``, or over the old ones.
 
-    Args:
-        zs: What this rank wants to send of each bucket; of one in the hierarchical topology.
-        feedback: The errors of each bucket.
-        form: The form of the messages.
-        ranks: The ranks.
-        new: Where the new errors are written; None to overwrite the old ones.
-
-    Returns:
-        The compressed means, still as messages: the same bits on all ranks. A single rank gets what it wanted to send,
-        plus the errors of a run on more ranks, which become zero.
+    Returns the compressed means, still as messages: the same bits on all ranks. A single rank gets what it wanted to
+    send, plus the errors of a run on more ranks, which become zero.
     """
     new = new or feedback
     if ranks.world_size == 1:
@@ -285,19 +327,19 @@ def _with_old_errors(z: Combination, feedback: ErrorFeedback) -> Any:
 
 
 def reduce_scatter(
-    z: Combination, old: Sequence[Errors], new: Sequence[Errors], form: IntegerFormat, ranks: Communicator
+    z: Combination,
+    old: Sequence[Errors],
+    new: Sequence[Errors],
+    form: IntegerFormat,
+    ranks: Communicator,
+    factor: float = 1.0,
+    *,
+    last: bool | None = None,
 ) -> Task[Tensor]:
-    """Average this rank's chunk of a bucket: the first phase alone. All ranks call, for the same buckets in one order.
+    """Average this rank's chunk of a bucket, times ``factor``: the first phase of :func:`all_reduce` alone.
 
-    Args:
-        z: What this rank wants to send, used up as by :func:`all_reduce`.
-        old: The worker errors.
-        new: Where the new worker errors are written; they may be the old ones.
-        form: The form of the messages.
-        ranks: The ranks.
-
-    Returns:
-        [n_own] float32. It is not finite if a value of any rank is not.
+    ``last`` is what the task yields before its last wait. Returns [n_own] float32, not finite if a value of any rank is
+    not.
     """
     plan = _plan((z.numel,), form, ranks.topology, z.device)
     messages = torch.empty(sum(plan.to_peers), dtype=torch.uint8, device=z.device)
@@ -306,9 +348,9 @@ def reduce_scatter(
     else:
         yield from _compress_shard(z, old, new, messages, form, ranks, plan)
     del z
-    received = yield from _received(messages, ranks, plan)
+    received = yield from _received(messages, ranks, plan, last)
     mean = torch.empty(plan.own_numel, dtype=torch.float32, device=received.device)
-    form.mean_(received, mean, plan.peers, 1.0 / plan.peers)
+    form.mean_(received, mean, plan.peers, factor / plan.peers)
     return mean
 
 
@@ -333,10 +375,7 @@ def _room(plan: _Plan, device: torch.device) -> Tensor:
 def gather_messages(
     numel: int, together: Tensor, form: MessageFormat[AnyAverage], ranks: Communicator
 ) -> Task[AnyAverage]:
-    """Gather one message from every server of a bucket of ``numel`` elements: the second phase alone. All ranks call.
-
-    ``together`` is that of :func:`own_message`, with this server's message written.
-    """
+    """Gather what every server of a bucket has written in its :func:`own_message`: the second phase alone."""
     yield from all_gather(together, ranks, last=None)
     plan = _plan((numel,), form, ranks.topology, together.device)
     return form.average(numel, together, ranks.world_size, plan.strides[0])
@@ -363,14 +402,14 @@ def _compress_shard(
         form.compress_(Combination.of(part), before, out, 1, after)
 
 
-def _received(messages: Tensor, ranks: Communicator, plan: _Plan) -> Task[Tensor]:
+def _received(messages: Tensor, ranks: Communicator, plan: _Plan, last: bool | None = None) -> Task[Tensor]:
     """Send each server its message, and return those of all peers for this server's chunk, in rank order."""
     if plan.peers == 1:
         return messages
     received = messages.new_empty(sum(plan.received))
     peers, each = ranks if ranks.levels is None else ranks.levels.peers, [received.numel() // plan.peers] * plan.peers
     handle = peers.all_to_all(received, messages, output_splits=each, input_splits=plan.to_peers)
-    yield None
+    yield last
     handle.wait()
     return received
 
@@ -392,10 +431,7 @@ def summed(
 
 
 def scatter_sums(buffer: Tensor, ranks: Communicator) -> Task[Tensor]:
-    """Sum every rank's part over the ranks: inside the node by place, then by node. All ranks call.
-
-    The bits depend on the topology alone. A part crosses the link of a node M - 1 times, not g (M - 1) times.
-    """
+    """Sum every rank's part over the ranks, in the node by place, then by node: the topology determines the bits."""
     if ranks.levels is None:
         return (yield from summed(buffer, _equal(buffer, ranks), ranks, last=_LAST))
     node, peers, dtype = ranks.levels.node, ranks.levels.peers, buffer.dtype

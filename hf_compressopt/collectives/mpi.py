@@ -20,10 +20,6 @@ class MpiCommunicator(Communicator):
     """The ranks that ``mpirun`` (or ``srun``) started, or those of a torch.distributed process group among them.
 
     Tensors on a device travel through host buffers, unless ``cuda_aware`` hands them to the library directly.
-
-    Raises:
-        ValueError: If mpi4py is not installed, if the library has no CUDA support but ``cuda_aware`` wants it, or if
-            MPI numbers the ranks otherwise than torch.distributed.
     """
 
     has_parts = True

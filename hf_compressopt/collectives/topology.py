@@ -55,17 +55,14 @@ class Topology:
 
     @property
     def node(self) -> int:
-        """Number of this rank's node."""
         return self.rank // self.node_size
 
     @property
     def place(self) -> int:
-        """Place of this rank in its node."""
         return self.rank % self.node_size
 
     @property
     def own_chunk(self) -> int:
-        """The chunk that this rank serves."""
         return self.chunk_of(self.rank)
 
     def chunk_of(self, rank: int) -> int:
@@ -86,7 +83,6 @@ class Topology:
         return chunk_range(numel, self.world_size, self.chunk_of(rank))
 
     def sent_range(self, numel: int) -> tuple[int, int]:
-        """Return the elements [start, stop) of a bucket that this rank sends."""
         return self.shard_range(numel, self.place)
 
     def shard_range(self, numel: int, place: int) -> tuple[int, int]:
@@ -115,24 +111,13 @@ class Levels:
 
 @dataclass(frozen=True)
 class TopologyOptions:
-    """The topology that the user wants.
+    """The topology that the user wants."""
 
-    Attributes:
-        topology: "auto", "flat" or "hierarchical", for which "two-level" is another spelling.
-        node_size: Ranks per node; None takes them from the launcher and the host names.
-        node_bits: Bits per element inside a node, 32, or 16 for bfloat16.
-
-    Raises:
-        ValueError: For an option outside its range.
-        TypeError: If ``node_size`` is no int.
-    """
-
-    topology: str = AUTO
-    node_size: int | None = None
-    node_bits: int = 32
+    topology: str = AUTO  # or "flat", or "hierarchical", for which "two-level" is another spelling
+    node_size: int | None = None  # ranks per node; None takes them from the launcher and the host names
+    node_bits: int = 32  # bits per element inside a node; 16 is bfloat16
 
     def __post_init__(self) -> None:
-        """Check the options."""
         if self.topology == _ALSO:
             object.__setattr__(self, "topology", TWO_LEVELS)
         if self.topology not in TOPOLOGIES:
@@ -153,19 +138,7 @@ class TopologyOptions:
 
     @property
     def node_dtype(self) -> torch.dtype:
-        """Dtype of values inside a node."""
         return _NODE_DTYPES[self.node_bits]
-
-    def checked_size(self, world_size: int) -> int:
-        """Return the ranks per node that the user has given; a ValueError if they do not divide all ranks."""
-        size = self.node_size or 1
-        if world_size % size:
-            legal = [count for count in range(1, world_size + 1) if world_size % count == 0]
-            raise ValueError(
-                f"node_size must divide the number of ranks, {world_size}, got {size}: give one of {legal}, or "
-                "topology='flat'"
-            )
-        return size
 
 
 def node_size_of_hosts(hosts: Sequence[str], announced: Sequence[Any]) -> tuple[int, str]:
@@ -192,13 +165,14 @@ def node_size_of_hosts(hosts: Sequence[str], announced: Sequence[Any]) -> tuple[
 def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_block: int | None = 0) -> Communicator:
     """Return the ranks in the topology that the user wants. All ranks call, unless the topology is flat.
 
-    "auto" is hierarchical if there are at least two nodes, all with the same number of ranks, at least two. It asks
-    the launcher. Without a launcher, and on one node, the topology is flat, and this function sends nothing. Where a
-    measurement finds that the links inside the nodes are slow, it is flat too.
+    "auto" is hierarchical if the launcher tells of at least two nodes, all with the same number of ranks, at least two,
+    unless a measurement finds that the links inside the nodes are slow, or a checkpoint is of the other topology.
+    Without a launcher, and on one node, it is flat.
     """
     told = _announced()
     if (
         communicator.levels is not None
+        or communicator.timed is not None
         or communicator.world_size == 1
         or wanted.topology == FLAT
         or wanted.node_size == 1
@@ -222,8 +196,10 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
     node.traffic = communicator.traffic.inside_node()
     found = copy(communicator)
     found.levels = Levels(node, peers, wanted.node_dtype)
-    automatic = wanted.node_size is None and wanted.topology == AUTO
-    return communicator if automatic and not _measured_to_pay(communicator, found.levels) else found
+    if wanted.node_size is None and wanted.topology == AUTO:
+        found.timed = found.levels
+        found.levels = found.timed if _measured_to_pay(communicator, found.timed) else None
+    return found
 
 
 def _measured_to_pay(communicator: Communicator, levels: Levels) -> bool:
@@ -303,8 +279,14 @@ def _agreed_size(communicator: Communicator, wanted: TopologyOptions, told: int 
     """Return the ranks per node, alike on all ranks; 1 for the flat topology."""
     ranks = communicator.reached()
     ranks.require_equal("topology, node_size or node_bits", [wanted.topology, wanted.node_size, wanted.node_bits])
-    if wanted.node_size is not None:
-        return wanted.checked_size(communicator.world_size)
+    if (size := wanted.node_size) is not None:
+        if (count := communicator.world_size) % size:
+            legal = [each for each in range(1, count + 1) if count % each == 0]
+            raise ValueError(
+                f"node_size must divide the number of ranks, {count}, got {size}: give one of {legal}, or "
+                "topology='flat'"
+            )
+        return size
     hosts, announced = zip(*ranks.all_gather_object([gethostname(), told]), strict=True)
     size, reason = node_size_of_hosts(hosts, announced if communicator.process_group is None else ())
     if wanted.topology == TWO_LEVELS and size == 1:

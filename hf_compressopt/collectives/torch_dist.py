@@ -86,7 +86,7 @@ class TorchCommunicator(Communicator):
             raise ValueError("this rank is not a member of process_group: make the optimizer on its members only")
         self.name = backend_of(process_group, self.device)
         if self.name == "gloo":
-            _prepare_gloo()
+            _sender(os.getpid())  # an exit handler could not start it
 
     def duplicate(self) -> TorchCommunicator:
         """See the base class: a gloo group with the timeout of this one, whatever carries this one."""
@@ -104,7 +104,7 @@ class TorchCommunicator(Communicator):
             group._register_backend(duplicate.device, dist.ProcessGroup.BackendType.GLOO, gloo)
             duplicate.process_group = group
             duplicate.name = "gloo"
-            _prepare_gloo()
+            _sender(os.getpid())  # an exit handler could not start it
         return duplicate
 
     def part(self, ranks: Sequence[int]) -> TorchCommunicator:
@@ -138,7 +138,7 @@ class TorchCommunicator(Communicator):
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
         if self.world_size == 1:
-            return self._done("all_reduce")
+            return Handle(lambda: None, "all_reduce", self.traffic)
         self._count_all_reduce(tensor)
         work = dist.all_reduce(tensor, _OPS[op], group=self.process_group, async_op=True)
         return self._handle(work, "all_reduce")
@@ -191,9 +191,9 @@ class TorchCommunicator(Communicator):
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kind: str) -> Handle:
         """Start sending ``inputs[j]`` to rank j, and receiving its part for this rank into ``outputs[j]``.
 
-        All receives start before the first send: gloo announces a receive on the connection that carries data to that
-        peer, and behind the data the announcement comes late. A send occupies its thread for milliseconds, so a thread
-        of its own starts them, in order.
+        gloo announces a receive on the connection that carries data to that peer, and behind the data the announcement
+        comes late. So all receives start before the first send. Sends take milliseconds: a thread of its own starts
+        them, in order.
         """
         started = _sender(os.getpid()).submit(partial(self._start, outputs, inputs, kind))
 
@@ -220,9 +220,6 @@ class TorchCommunicator(Communicator):
     def _handle(self, work: Any, kind: str) -> Handle:
         return Handle(work.wait, kind, self.traffic)
 
-    def _done(self, kind: str) -> Handle:
-        return Handle(lambda: None, kind, self.traffic)
-
 
 class _Sender:
     """A daemon thread that starts sends, in order; executors end before exit handlers, in which saves still send."""
@@ -232,7 +229,6 @@ class _Sender:
         Thread(target=self._run, name=f"compressopt-sender-{os.getpid()}", daemon=True).start()
 
     def submit(self, start: Callable[[], list[dist.Work]]) -> Future[list[dist.Work]]:
-        """Let the thread call ``start``."""
         started: Future[list[dist.Work]] = Future()
         self._queue.put((start, started))
         return started
@@ -253,18 +249,12 @@ def _sender(process: int) -> _Sender:
     return _Sender()
 
 
-def _prepare_gloo() -> None:
-    """Start the sender, as an exit handler cannot."""
-    _sender(os.getpid())
-
-
 @atexit.register
 def _rest_at_exit() -> None:
-    """Let gloo's threads come to rest before the interpreter shuts down.
+    """Let gloo's threads come to rest, after all other exit handlers, before the interpreter shuts down.
 
-    An exit handler of the import runs after those that communicate, or wait for a save that does. Gloo's threads take
-    the interpreter's lock to let go of a collective's tensors (seen in torch 2.13), which aborts a process that is
-    shutting down. A handler that sleeps gives the lock away in time.
+    They take the interpreter's lock to let go of a collective's tensors (seen in torch 2.13), which aborts a process
+    that is shutting down. A handler that sleeps gives the lock away in time.
     """
     if _sender.cache_info().currsize:
         time.sleep(0.2)
@@ -285,15 +275,11 @@ def make_communicator(
     traffic: Traffic,
     cuda_aware: bool = False,
 ) -> Communicator:
-    """Return the communicator for an optimizer's ``communicator`` option.
-
-    ``name`` is None, "auto" or "compressed" for any backend of the process group, a backend's name for that one (a
-    ValueError if the group has another), "mpi" for mpi4py, or a communicator.
-    """
+    """Return the communicator for the ``communicator`` option; None, "auto" and "compressed" are any backend."""
     if isinstance(name, Communicator):
         name.traffic = traffic
-        if name.levels is not None:
-            name.levels.node.traffic, name.levels.peers.traffic = traffic.inside_node(), traffic
+        if (levels := name.levels or name.timed) is not None:
+            levels.node.traffic, levels.peers.traffic = traffic.inside_node(), traffic
         return name
     if name == "mpi":
         return MpiCommunicator(process_group, device=device, traffic=traffic, cuda_aware=cuda_aware)

@@ -236,18 +236,14 @@ def write_shard(
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
     """Write a safetensors file durably; it replaces the file of that name in one moment, or nothing is left of it.
 
-    The whole file is allocated first, if the file system supports it, so that a full disk is met before anything is
-    written. Tensors with larger elements come first, so that all are aligned; otherwise their order is kept.
     ``tensors`` has dtype, by torch's name, and shape of each; ``parts_of`` returns the bytes of one, in parts that are
     valid until the next one. ``temporary`` is the name until the file is whole; None is a new one beside ``path``.
-
-    Returns:
-        The size of the file, and the checksums of each tensor, one for every BLOCK_BYTES of it.
+    Returns the size of the file, and the checksums of each tensor, one for every BLOCK_BYTES of it.
     """
     unknown = sorted({dtype for dtype, _ in tensors.values()} - DTYPES.keys())
     if unknown:
         raise ValueError(f"{path}: safetensors has no dtype {unknown[0]!r}; legal are {sorted(DTYPES)}")
-    keys = sorted(tensors, key=lambda key: -DTYPES[tensors[key][0]][1])
+    keys = sorted(tensors, key=lambda key: -DTYPES[tensors[key][0]][1])  # so that all are aligned
     sizes = {key: prod(tensors[key][1]) * DTYPES[tensors[key][0]][1] for key in keys}
     header = _header({key: tensors[key] for key in keys}, sizes, metadata)
     size, checksums = len(header) + sum(sizes.values()), {}
@@ -255,7 +251,7 @@ def write_shard(
     flags = os.O_WRONLY | os.O_CREAT | NO_LINKS | (os.O_EXCL if temporary is None else os.O_TRUNC)
     descriptor = os.open(aside, flags, 0o666)
     try:
-        _allocate(descriptor, size)
+        _allocate(descriptor, size)  # a full disk is met before anything is written
         _write_all(descriptor, header)
         with progress(f"{doing} {path.name}".strip(), size, shown=shown) as advance:
             for key in keys:

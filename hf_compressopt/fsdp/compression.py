@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hf_compressopt.collectives.communicator import Traffic
-from hf_compressopt.collectives.ddp import IntegerBucket
 from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.collectives.exchange import (
     ErrorFeedback,
@@ -49,6 +48,7 @@ from hf_compressopt.collectives.exchange import (
     reduce_scatter,
     run_tasks,
 )
+from hf_compressopt.collectives.gradients import IntegerBucket
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import SIGNS_PER_BYTE, Bucket, FlatLayout, bucket_numel_of, chunk_numel
 from hf_compressopt.fsdp.units import Unit, units_of
@@ -81,28 +81,21 @@ def columns_of(rows: Tensor, bucket: Bucket, ranks: int) -> list[Segment]:
 
 
 class UnitErrors:
-    """The errors of one unit: those of the last pass, and beside them those of a pass under way.
-
-    Attributes:
-        unit: The unit.
-        layout: Its shard as one tensor, cut into buckets; without replicas the shards of all ranks, by columns.
-        kept: The errors of the last pass whose gradients were finite.
-        used: Whether a pass under way has errors of its own.
-        waiting: Gradients of earlier passes that have not been exchanged, or None.
-    """
+    """The errors of one unit: those of the last pass, and beside them those of a pass under way."""
 
     def __init__(
-        self, unit: Unit, bucket_numel: int, ranks: TorchCommunicator, *, compact: bool, replicated: bool
+        self, unit: Unit, bucket_numel: int, ranks: TorchCommunicator, bits: int, *, compact: bool, replicated: bool
     ) -> None:
-        self.unit, self.replicated, self._ranks = unit, replicated, ranks.world_size
+        self.unit, self.replicated, self._ranks, self._bits = unit, replicated, ranks, bits
         if replicated:
             self.layout = FlatLayout.build([unit.numel], bucket_numel)
         else:
             self.layout = rows_layout(unit.numel, bucket_numel, ranks.world_size)
+        # of the last pass whose gradients were finite, and of a pass under way, if it is ``used``
         self.kept = GroupErrors(self.layout, ranks, unit.device, compact=compact, used=True, served=replicated)
         self._pending: GroupErrors | None = None
         self.used = False
-        self.waiting: Tensor | None = None
+        self.waiting: Tensor | None = None  # gradients of earlier passes that have not been exchanged
 
     def holds_back(self, grads: Tensor) -> bool:
         """Add up the gradients of passes after which more are to come; FSDP2 gets zeros for them meanwhile."""
@@ -122,7 +115,7 @@ class UnitErrors:
         before, self.used = self._pending if self.used else self.kept, True
         return zip(self.layout.buckets, before.feedback, self._pending.feedback, strict=True)
 
-    def average(self, grads: Tensor, communicator: TorchCommunicator, bits: int, loss_scale: float) -> list[Tensor]:
+    def average(self, grads: Tensor, loss_scale: float) -> list[Tensor]:
         """Average the gradients of the unit over the replicas, and return what is not finite."""
         faults: list[Tensor] = []
 
@@ -131,29 +124,24 @@ class UnitErrors:
             faults.append(not_finite)
 
         rows = self._buckets()
-        buckets = (IntegerBucket(b, [grads], communicator, 0, old, bits, loss_scale, new) for b, old, new in rows)
-        run_tasks(map(average, in_runs(buckets, lambda bucket: bucket.bucket.numel, communicator)))
+        of, bits = ([grads], self._ranks, 0), self._bits
+        buckets = (IntegerBucket(bucket, *of, old, bits, loss_scale, new) for bucket, old, new in rows)
+        run_tasks(map(average, in_runs(buckets, lambda bucket: bucket.bucket.numel, self._ranks)))
         return faults
 
-    def scatter(
-        self, shard: Tensor, grads: Tensor, ranks: TorchCommunicator, bits: int, loss_scale: float, factor: float
-    ) -> list[Tensor]:
+    def scatter(self, shard: Tensor, grads: Tensor, loss_scale: float, factor: float) -> list[Tensor]:
         """Average the gradients of this rank's shard, and return what is not finite.
 
-        Args:
-            shard: [n], written: the average times ``factor``.
-            grads: [ranks * n], this rank's gradients of every rank's shard.
-            ranks: The ranks.
-            bits: Bits per element.
-            loss_scale: Factor that the gradients carry.
-            factor: See ``shard``.
+        ``grads``, [ranks * n], are this rank's of every rank's shard; ``shard``, [n], becomes the average times
+        ``factor``.
         """
         faults: list[Tensor] = []
 
         def average(bucket: Bucket, old: ErrorFeedback, new: ErrorFeedback) -> Task[None]:
+            ranks = self._ranks
             segments, begin = columns_of(grads, bucket, ranks.world_size), bucket.start // ranks.world_size
             z = Combination(bucket.numel, grads.device, grads=segments, beta=1.0 / loss_scale)
-            mean = yield from reduce_scatter(z, old.worker, new.worker, IntegerFormat(bits), ranks)
+            mean = yield from reduce_scatter(z, old.worker, new.worker, IntegerFormat(self._bits), ranks)
             faults.append(~torch.stack(mean.aminmax()).isfinite().all())  # one pass over the values
             count = segments[0].numel
             shard[begin : begin + count] = mean[:count].mul_(loss_scale * factor)
@@ -174,12 +162,7 @@ class UnitErrors:
         self.used = False
 
     def runs(self, values: tuple[Tensor, Tensor], own: int) -> Iterator[tuple[str, int, int, Tensor]]:
-        """Yield consecutive errors of one shard each: worker or server, the shard, the first place in it, and they.
-
-        Args:
-            values: The worker errors and the server errors, float32.
-            own: This rank's shard.
-        """
+        """Yield consecutive errors of one shard each: worker or server, the shard, the first place in it, and they."""
         worker, server = values
         if self.replicated:
             yield "worker_error", own, 0, worker
@@ -189,8 +172,9 @@ class UnitErrors:
                 yield "server_error", own, start, found
             return
         for bucket in self.layout.buckets:
-            columns, begin = bucket.numel // self._ranks, bucket.start // self._ranks
-            for rank in range(self._ranks):
+            count = self._ranks.world_size
+            columns, begin = bucket.numel // count, bucket.start // count
+            for rank in range(count):
                 first = bucket.start + rank * columns
                 yield "worker_error", rank, begin, worker[first : first + min(columns, self.unit.numel - begin)]
 
@@ -204,15 +188,11 @@ class Allocator:
 
 
 class AllGather(Allocator):
-    """The replicas of a unit's parameters, and the all-gather that FSDP2 calls: see torch's AllGather.
-
-    Attributes:
-        unit: The unit.
-        behind: Whether parameters have trained since the last gather: a backward pass is over.
-    """
+    """The replicas of a unit's parameters, and the all-gather that FSDP2 calls: see torch's AllGather."""
 
     def __init__(self, unit: Unit, bucket_numel: int, ranks: TorchCommunicator, bits: int) -> None:
-        self.unit, self.behind, self._ranks, self._form = unit, False, ranks, IntegerFormat(bits)
+        self.unit, self._ranks, self._form = unit, ranks, IntegerFormat(bits)
+        self.behind = False  # parameters have trained since the last gather: a backward pass is over
         self._bucket_numel = bucket_numel
         self._replicas = torch.empty(0)  # [ranks * n] after the first gather
         self._seen: Tensor | None = None  # the sum of the bits of the own parameters then; None to gather all of them
@@ -237,14 +217,7 @@ class AllGather(Allocator):
             self.behind = state["behind"]
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        """Give all ranks the parameters that all compute with.
-
-        Args:
-            output_tensor: [ranks * n], written.
-            input_tensor: [n] this rank's parameters, in their place in ``output_tensor``.
-            group: The ranks.
-            async_op: Without a meaning: streams order what follows.
-        """
+        """Give all ranks the parameters that all compute with, [ranks * n]; streams order what follows."""
         if input_tensor.device.type != "cpu":
             stream = torch.accelerator.current_stream()
             if self._stream is not None and self._stream != stream:
@@ -321,12 +294,12 @@ class FSDPCompression:
             self.replica = TorchCommunicator(mesh.get_group(1), device=device, traffic=self.traffic.inside_node())
         form = {"compact": compact, "replicated": self.replicated}
         trained = [unit for unit in units if unit.names]
-        self.units = [UnitErrors(unit, self._bucket_numel, self.communicator, **form) for unit in trained]
+        self.units = [UnitErrors(unit, bucket_numel, self.communicator, bits, **form) for unit in trained]
         gathered = [unit for unit in units if param_bits and unit.can_gather()]
         self.gathers = [AllGather(unit, bucket_numel, self.communicator, param_bits) for unit in gathered]
         self.steps = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self._loss_scale = loss_scale
+        self._loss_scale, self._scale = loss_scale, 1.0  # the latter in the pass under way
         self._checked, self._pass = False, -1
         self._faults: list[Tensor] = []
         self._stream: torch.Stream | None = None
@@ -342,7 +315,6 @@ class FSDPCompression:
 
     @property
     def replicas(self) -> int:
-        """The number of replicas."""
         return self.communicator.world_size if self.replicated else 1
 
     @property
@@ -369,16 +341,11 @@ class FSDPCompression:
             parameters if they are compressed, over bytes sent, of the last pass); ``seconds_communication`` (host
             seconds blocked so far).
         """
-        ranks, sent = self.communicator.world_size, self.traffic.step_bytes
-        gathered = sum(gather.unit.gathered_nbytes for gather in self.gathers)
+        ranks, gathered = self.communicator.world_size, sum(gather.unit.gathered_nbytes for gather in self.gathers)
         full = (ranks - 1) * (4 * self.numel * (2 / ranks if self.replicated else 1) + gathered)
-        return {
-            "skipped_steps": float(self.skipped_steps),
-            "bytes_sent_step": float(sent),
-            "bytes_sent": float(self.traffic.total_bytes),
-            "compression_ratio": full / sent if sent else 1.0,
-            "seconds_communication": self.traffic.total_seconds,
-        }
+        numbers = self.traffic.metrics(full, self.traffic.step_bytes, node_size=1)
+        numbers.pop("bytes_sent_in_node", None)  # inside a replica FSDP2 sends, and does not tell
+        return {"skipped_steps": float(self.skipped_steps), **numbers}
 
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
@@ -436,7 +403,6 @@ class FSDPCompression:
         self.set_counters(state_dict["steps"], state_dict["skipped_steps"])
 
     def set_counters(self, steps: int, skipped_steps: int) -> None:
-        """Continue the counts of another run."""
         self.steps = steps
         self._skipped.fill_(skipped_steps)
 
@@ -456,43 +422,24 @@ class FSDPCompression:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def _average(self, errors: UnitErrors, grads: Tensor) -> None:
-        """Average the gradients of a unit over the replicas, in place. FSDP2 calls, on its stream.
-
-        Args:
-            errors: The unit.
-            grads: [n] float32, bfloat16 or float16, this rank's shards, one after another.
-
-        Raises:
-            RuntimeError: If not all parameters of the unit have gradients.
-        """
+        """Average the gradients of a unit, this rank's shards, over the replicas, in place. FSDP2 calls."""
         if self.communicator.world_size == 1:
             return
         self._check_numel(errors.unit, grads.numel())
         if errors.holds_back(grads):
             return
         self._enter_pass(grads)
-        self._faults += errors.average(grads, self.communicator, self.bits, float(self._loss_scale()))
+        self._faults += errors.average(grads, self._scale)
 
     def _scatter(self, errors: UnitErrors, shard: Tensor, grads: Tensor, op: Any) -> None:
-        """Average the gradients of a unit in the place of a reduce-scatter. FSDP2 calls, on its stream.
-
-        Args:
-            errors: The unit.
-            shard: [n] float32, bfloat16 or float16, written.
-            grads: [ranks * n], this rank's gradients of every rank's shards.
-            op: What FSDP2 asks for: the mean, the sum, or the sum times a factor.
-
-        Raises:
-            RuntimeError: If not all parameters of the unit have gradients.
-        """
-        ranks = self.communicator
+        """Average the gradients of a unit in the place of a reduce-scatter ``op``. FSDP2 calls, on its stream."""
         self._check_numel(errors.unit, shard.numel())
         self._enter_pass(grads)
-        factor = ranks.world_size / errors.unit.divisor(op, ranks.world_size)
-        self._faults += errors.scatter(shard, grads, ranks, self.bits, float(self._loss_scale()), factor)
+        ranks = self.communicator.world_size
+        factor = ranks / errors.unit.divisor(op, ranks)
+        self._faults += errors.scatter(shard, grads, self._scale, factor)
 
     def _check_numel(self, unit: Unit, numel: int) -> None:
-        """Check that all parameters of a unit have gradients."""
         if numel != unit.numel:
             raise RuntimeError(
                 f"the unit of {unit.names[0]} has {unit.numel} elements on this rank, and gradients of "
@@ -509,7 +456,7 @@ class FSDPCompression:
         if task == self._pass:
             return
         self._check_ranks()
-        self._pass, self._faults = task, []
+        self._pass, self._faults, self._scale = task, [], float(self._loss_scale())
         for errors in self.units:  # of a pass that raised before its end
             errors.used = False
         Variable._execution_engine.queue_callback(self._end_pass)
@@ -533,11 +480,7 @@ class FSDPCompression:
         self.traffic.end_step()
 
     def _check_ranks(self) -> None:
-        """Check once that all replicas have the same options, units and parameters.
-
-        Raises:
-            ValueError: If they do not, on the ranks of all replicas that are compared.
-        """
+        """Check once that all replicas have the same options, units and parameters; else a ValueError on all."""
         if not self._checked:
             rows = [(errors.unit.names, errors.unit.numels) for errors in self.units]
             self.communicator.require_equal(
@@ -562,7 +505,6 @@ class ReduceScatter(Allocator):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Reduce the gradients."""
         self._scatter(output_tensor, input_tensor, op)
 
 
@@ -630,10 +572,5 @@ def compress_fsdp(
             compression,
             mesh.size(1),
         )
-    bits, param_bits, bucket_numel = (
-        FORMATS[compression],
-        FORMATS.get(param_compression, 0),
-        bucket_numel_of(bucket_cap_mb),
-    )
-    compact = state == "compact"
-    return FSDPCompression(model, mesh, bits, param_bits, bucket_numel, loss_scale or unscaled, compact=compact)
+    bits, numel = (FORMATS[compression], FORMATS.get(param_compression, 0)), bucket_numel_of(bucket_cap_mb)
+    return FSDPCompression(model, mesh, *bits, numel, loss_scale or unscaled, compact=state == "compact")

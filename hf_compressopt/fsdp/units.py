@@ -24,23 +24,15 @@ _FLOATS = {torch.float32, torch.bfloat16, torch.float16}  # dtypes that messages
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP2 reduces together.
+    """Parameters that FSDP2 reduces together."""
 
-    Attributes:
-        names: Names of the trainable parameters, in the order of their gradients; none if all are frozen.
-        numels: Elements of this rank's shard of each, padding included.
-        module: A module of the unit.
-        group: FSDP2's own state of the unit.
-    """
-
-    names: tuple[str, ...]
-    numels: tuple[int, ...]
-    module: FSDPModule
-    group: Any
+    names: tuple[str, ...]  # of the trainable parameters, in the order of their gradients; none if all are frozen
+    numels: tuple[int, ...]  # elements of this rank's shard of each, padding included
+    module: FSDPModule  # one of the unit
+    group: Any  # FSDP2's own state of the unit
 
     @property
     def numel(self) -> int:
-        """Elements of this rank's shards."""
         return sum(self.numels)
 
     @property
@@ -52,7 +44,6 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Device of the gradients that the hook gets."""
         return torch.device(self.group.device)
 
     @property
@@ -97,12 +88,7 @@ class Unit:
         self._reduce_all()
 
     def can_gather(self) -> bool:
-        """Return whether messages can carry the parameters; if not, they are frozen, and FSDP2 gathers them itself.
-
-        Raises:
-            ValueError: If the unit gathers in a way of its own.
-            TypeError: If its parameters have several dtypes, or such as messages cannot carry.
-        """
+        """Return whether messages can carry the parameters, as they must unless all of them are frozen."""
         group, name = self.group, type(self.module).__name__
         if type(group._all_gather_comm).__name__ != "DefaultAllGather":
             raise ValueError(f"{name} has a custom all-gather already: param_compression needs it for itself")
@@ -146,7 +132,6 @@ class Unit:
 
 
 def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
-    """List the units of a model."""
     from torch.distributed.fsdp import FSDPModule  # seconds, for those who use it
 
     if mesh.ndim > 2:

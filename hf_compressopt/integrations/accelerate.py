@@ -19,19 +19,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.amp import GradScaler, innermost
-from hf_compressopt.checkpoint.io import (
-    async_save_state,
-    has_checkpoint,
-    load_state,
-    save_state,
-    state_is_loaded,
-    wait_for_saves,
-)
+from hf_compressopt.checkpoint import io
 from hf_compressopt.checkpoint.partitioned import PlainState
-from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
+from hf_compressopt.collectives.backward import guard_torch_clipping
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression, MessageOptions
+from hf_compressopt.integrations import log
 from hf_compressopt.integrations.algorithms import (
     Ours,
     all_parameters,
@@ -40,16 +34,6 @@ from hf_compressopt.integrations.algorithms import (
     owns_gradients,
     saves_shards,
     shares,
-)
-from hf_compressopt.integrations.log import (
-    describe_saving,
-    describe_schedule,
-    fit,
-    is_fitted,
-    prefix_of,
-    prefixed_metrics,
-    scheduler_steps,
-    show_log,
 )
 from hf_compressopt.integrations.models import (
     DDPModels,
@@ -92,7 +76,6 @@ class Attachment:
     rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done
 
     def take(self, plugin: CompressOptPlugin) -> None:
-        """Take over the options of a plugin."""
         self.plugin, self.grad_compression, self.messages = plugin, plugin.ddp_compression, plugin.message_options()
         self.gradient_as_bucket_view = plugin.gradient_as_bucket_view
         if plugin.partitions:
@@ -124,10 +107,9 @@ class Attachment:
         return [*self.models.compressions(), *self.sharded.compressions()]
 
     def metrics(self) -> dict[str, float]:
-        """Their metrics, for a log line."""
         found: dict[str, float] = {}
         for number, state in enumerate(self.compressions()):
-            found.update(prefixed_metrics(state, prefix_of(number)))
+            found.update(log.prefixed_metrics(state, log.prefix_of(number)))
         return found
 
 
@@ -166,7 +148,6 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     _compressopt: Attachment
 
     def __init__(self, *args: Any, compressopt_plugin: CompressOptPlugin | None = None, **kwargs: Any) -> None:
-        """See the class."""
         super().__init__(*args, **kwargs)
         attach(self, compressopt_plugin)
 
@@ -241,7 +222,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if hasattr(inner, "step_was_skipped"):
             prepared.__class__ = CompressOptAcceleratedOptimizer
         if follows_plan(inner) and plugin is not None and plugin.total_steps is not None:
-            fit(inner, plugin.total_steps)
+            log.fit(inner, plugin.total_steps)
         self._bind()
         return prepared
 
@@ -252,11 +233,11 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         own = [o for o in self._optimizers if driven & {id(group) for group in o.param_groups}]
         if own and hasattr(prepared, "optimizers"):
             prepared.optimizers = own  # Accelerate takes all, if the plugin has replaced the scheduler's optimizer
-        plugin, steps = self._compressopt.plugin, scheduler_steps(scheduler)
+        plugin, steps = self._compressopt.plugin, log.scheduler_steps(scheduler)
         if steps is not None and (plugin is None or plugin.total_steps is None):
             per_step = 1 if self.split_batches or not self.step_scheduler_with_optimizer else self.num_processes
             for optimizer in filter(follows_plan, map(innermost, own)):
-                fit(optimizer, max(1, steps // per_step))
+                log.fit(optimizer, max(1, steps // per_step))
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
@@ -297,7 +278,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if plugin is None or plugin.freeze_step != AUTO or plugin.optimizer == "none" or not self.is_main_process:
             return
         prepared = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
-        if prepared and not all(map(is_fitted, filter(follows_plan, self.optimizers_inside()))):
+        if prepared and not all(map(log.is_fitted, filter(follows_plan, self.optimizers_inside()))):
             logger.info(
                 "freeze_step='auto' does not know the length of the run: give CompressOptPlugin(total_steps=...), or "
                 "prepare a learning-rate scheduler of transformers or OneCycleLR too; otherwise the variance alone "
@@ -406,12 +387,12 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             state.untold = [*self.our_optimizers(), *state.compressions()]
             lines = []
             for found in state.untold:
-                schedule = describe_schedule(found) if follows_plan(found) else ""
+                schedule = log.describe_schedule(found) if follows_plan(found) else ""
                 lines.append(f"attached {found.describe()}" + (f" ({schedule})" if schedule else ""))
         else:
             stepped = [found for found in state.untold if found.metrics()["bytes_sent_step"] > 0]
             state.untold = [found for found in state.untold if found not in stepped]
-            lines = [line for found in stepped if (line := describe_saving(found))]
+            lines = [line for found in stepped if (line := log.describe_saving(found))]
         for line in lines if self.is_main_process else ():
             if line not in state.said:
                 state.said.append(line)
@@ -421,7 +402,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """Log as Accelerate does, with the optimizers' metrics as ``compressopt/...``."""
         metrics: dict[str, float] = {}
         for number, optimizer in enumerate(self.our_optimizers()):
-            metrics.update(prefixed_metrics(optimizer, prefix_of(number)))
+            metrics.update(log.prefixed_metrics(optimizer, log.prefix_of(number)))
         metrics.update(self._compressopt.metrics())
         super().log({**metrics, **values}, step=step, log_kwargs=log_kwargs or {})
 
@@ -452,7 +433,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save as Accelerate does; compressed optimizers' states go to safetensors shards. All ranks call."""
-        wait_for_saves()  # Accelerate may remove older folders first
+        io.wait_for_saves()  # Accelerate may remove older folders first
         with ExitStack() as stack:
             for optimizer in self.our_optimizers():
                 stack.enter_context(optimizer.state_in_shards())
@@ -460,13 +441,13 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         """Load as Accelerate does; compressed optimizers' states come from the shards. All ranks call."""
-        wait_for_saves()
+        io.wait_for_saves()
         with ExitStack() as self._compressopt.loading:
             return super().load_state(*args, **kwargs)
 
     def end_training(self) -> None:
         """End the training as Accelerate does, after the saves in the background."""
-        wait_for_saves()
+        io.wait_for_saves()
         super().end_training()
 
     def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
@@ -486,9 +467,9 @@ def save_shards(
     optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module], directory: str, *, background: bool
 ) -> None:
     """Save the states of the optimizers that save shards. All ranks call."""
-    save = async_save_state if background else save_state
+    save = io.async_save_state if background else io.save_state
     for number, optimizer in enumerate(filter(saves_shards, optimizers)):
-        save(optimizer, directory, names=parameter_names(optimizer, models), prefix=prefix_of(number))
+        save(optimizer, directory, names=parameter_names(optimizer, models), prefix=log.prefix_of(number))
 
 
 def load_shards(
@@ -503,14 +484,14 @@ def load_shards(
     last = len(optimizers) - 1
 
     def is_saved(number: int, optimizer: torch.optim.Optimizer) -> bool:
-        return anyone(has_checkpoint(directory, prefix=prefix_of(number)), optimizer, device)
+        return anyone(io.has_checkpoint(directory, prefix=log.prefix_of(number)), optimizer, device)
 
     everybody = bool(optimizers) and is_saved(last, optimizers[last])
     for number, optimizer in enumerate(optimizers if everybody else filter(saves_shards, optimizers)):
         if not is_saved(number, optimizer):
             continue  # the state dict in the folder must be a whole one
-        load_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=prefix_of(number))
-        loading.enter_context(state_is_loaded(optimizer))
+        io.load_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=log.prefix_of(number))
+        loading.enter_context(io.state_is_loaded(optimizer))
         if owns_gradients(optimizer):
             loading.callback(optimizer.partition.replicas_restorer())  # the model's file has the masters' values
         if follows_plan(optimizer):
@@ -520,15 +501,15 @@ def load_shards(
 def save_compressions(compressions: Sequence[GradientCompression | FSDPCompression], directory: str) -> None:
     """Save the errors of compressed gradients. All ranks call."""
     for number, state in enumerate(compressions):
-        save_state(state, directory, prefix=_errors_prefix(number))
+        io.save_state(state, directory, prefix=_errors_prefix(number))
 
 
 def load_compressions(compressions: Sequence[GradientCompression | FSDPCompression], directory: str) -> None:
     """Load the errors that :func:`save_compressions` saved; without them the errors start at zero. All ranks call."""
     for number, state in enumerate(compressions):
         prefix = _errors_prefix(number)
-        if any(state.communicator.all_gather_object(has_checkpoint(directory, prefix=prefix))):
-            load_state(state, directory, prefix=prefix)
+        if any(state.communicator.all_gather_object(io.has_checkpoint(directory, prefix=prefix))):
+            io.load_state(state, directory, prefix=prefix)
         elif state.communicator.rank == 0:
             logger.warning(
                 "%s holds no errors of compressed gradients (was it saved without grad_compression?): they start at "
@@ -538,7 +519,7 @@ def load_compressions(compressions: Sequence[GradientCompression | FSDPCompressi
 
 
 def _errors_prefix(number: int) -> str:
-    return f"{prefix_of(number)}_gradients"
+    return f"{log.prefix_of(number)}_gradients"
 
 
 def anyone(answer: bool, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
@@ -611,7 +592,7 @@ def _attach_and_prepare(name: str, original: Callable[..., Any], self: Accelerat
             )
         return original(self, *args, **kwargs)
     if ours:
-        show_log()
+        log.show_log()
     return getattr(make_ours(self, None), name)(*args, **kwargs)
 
 
@@ -635,7 +616,7 @@ def attach(accelerator: Accelerator, plugin: CompressOptPlugin | None = None) ->
             "attach right after Accelerator(...), or use CompressOptAccelerator instead"
         )
     if not ours:
-        show_log()
+        log.show_log()
         return make_ours(accelerator, plugin)
     if plugin is not None:
         accelerator._compressopt.take(plugin)

@@ -198,7 +198,6 @@ def _fitting(rule: Rule, config: dict[str, Any], facts: dict[str, Any]) -> Itera
 
 
 def _row(rule: Rule, t: Translation, option: str, value: Any, given: bool, facts: dict[str, Any]) -> Row:
-    """Set what an option becomes."""
     targets = rule.targets or [option.split(".")[-1]] * (rule.kind == BECOMES)
     made = [_target(*target.format(**facts).partition("=")) for target in targets]
     if value == _AUTO and any(callable(new) for _, new in made):
@@ -384,7 +383,6 @@ def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmet
 
 
 def _options(prefix: str, section: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a section by their paths."""
     if prefix.count(".") > _DEEPEST:
         raise ValueError(f"{prefix[:-1]} is nested more than {_DEEPEST} levels deep")
     for name, value in section.items():
@@ -415,7 +413,6 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _check_ranges(translation: Translation) -> None:
-    """Have the optimizer itself check its options."""
     args = read_optim_args(translation.optim, translation.optim_args_text)
     cls: Callable[..., torch.optim.Optimizer] = OPTIMIZERS.get(translation.optim, torch.optim.AdamW)
     own = args.optimizer if translation.optim in OPTIMIZERS else {}

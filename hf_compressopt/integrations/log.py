@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX
 from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.zero.memory import memory_report
+from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
 _LOGGED = (
@@ -55,15 +57,19 @@ def prefixed_metrics(state: Any, prefix: str = DEFAULT_PREFIX) -> dict[str, floa
 
 
 def describe_saving(state: Any) -> str:
-    """Compare the bytes of the last step with those of full precision; "" if it did not send fewer."""
-    metrics = state.metrics()
+    """Compare the bytes of the last step with full precision, and ZeRO's state with the whole; "" if none is saved."""
+    metrics, said = state.metrics(), []
     sent, ratio = metrics["bytes_sent_step"], metrics.get("compression_ratio", 1.0)
-    if sent == 0 or ratio < 1.05:
-        return ""
-    ranks = state.communicator.topology.node_size  # of a node, which share its link
-    link = " over each node's link" if ranks > 1 else ""
-    full, sent = (_with_unit(value * ranks) for value in (sent * ratio, sent))
-    return f"full precision would send {full} a step{link}, this run sends {sent} ({ratio:.1f}x fewer)"
+    if sent > 0 and ratio >= 1.05:
+        ranks = state.communicator.topology.node_size  # of a node, which share its link
+        link = " over each node's link" if ranks > 1 else ""
+        full, sent = (_with_unit(value * ranks) for value in (sent * ratio, sent))
+        said.append(f"full precision would send {full} a step{link}, this run sends {sent} ({ratio:.1f}x fewer)")
+    if isinstance(state, ZeroOptimizer) and state.communicator.world_size > 1:
+        found = memory_report(state)
+        whole = _with_unit((found.states + found.masters) * state.communicator.world_size)
+        said.append(f"{_with_unit(found.states + found.masters + found.errors)} of state on this rank, not {whole}")
+    return "; ".join(said)
 
 
 def _with_unit(nbytes: float) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -42,18 +42,15 @@ class DDPModels:
     """The DDP models of an accelerator, which are not kept alive."""
 
     def __init__(self) -> None:
-        """Begin without models."""
-        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._models: WeakKeyDictionary[DistributedDataParallel, None] = WeakKeyDictionary()  # in their order
 
     def __iter__(self) -> Iterator[DistributedDataParallel]:
-        """The models that are alive."""
-        return iter([model for reference in self._models if (model := reference()) is not None])
+        return iter(list(self._models))
 
     def add(self, model: nn.Module) -> None:
-        """Add a prepared model, if it is a DDP model that is not here yet."""
-        inner = without_compile(model)
-        if isinstance(inner, DistributedDataParallel) and not any(known is inner for known in self):
-            self._models.append(weakref.ref(inner))
+        """Add a prepared model, if it is a DDP model."""
+        if isinstance(inner := without_compile(model), DistributedDataParallel):
+            self._models.setdefault(inner, None)
 
     def bind(self, optimizers: Sequence[torch.optim.Optimizer], own_hook: Any, loss_scale: Callable[[], float]) -> None:
         """Give every model whose parameters a compressed optimizer owns the hook that follows its plan."""
@@ -119,7 +116,6 @@ class DDPModels:
                 sync.bind(())
 
     def check_not_averaging(self, optimizer: Ours) -> None:
-        """Raise if a model averages the gradients of an optimizer that averages them itself."""
         params = {id(p) for p in optimizer.trainable_parameters}
         if any(shares(model.parameters(), params) for model in self):
             raise ValueError(
@@ -133,8 +129,7 @@ class ShardedModels:
     """The models that FSDP2 shards, and their messages. It does not keep the models alive."""
 
     def __init__(self) -> None:
-        """Begin without models."""
-        self._found: list[weakref.ref[FSDPCompression]] = []  # a model's hooks keep its state alive, and that the model
+        self._found: WeakKeyDictionary[FSDPCompression, None] = WeakKeyDictionary()  # a model's hooks keep both alive
 
     def compress(
         self,
@@ -158,11 +153,11 @@ class ShardedModels:
             mesh = next(param.device_mesh for param in params if is_dtensor(param))
             cap = messages.bucket_cap_mb or 25.0
             state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale, **options)
-            self._found.append(weakref.ref(state))
+            self._found[state] = None
 
     def compressions(self) -> list[FSDPCompression]:
         """The states of the models that are alive."""
-        return [state for reference in self._found if (state := reference()) is not None]
+        return list(self._found)
 
 
 def find_compression(model: DistributedDataParallel) -> GradientCompression | None:

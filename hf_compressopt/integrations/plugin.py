@@ -188,7 +188,6 @@ def _unknown(name: str, key: str, legal: Options) -> str:
 
 
 def _pairs(text: str | None) -> dict[str, str]:
-    """The options of a text, each once."""
     pairs: dict[str, str] = {}
     for part in filter(str.strip, (text or "").split(",")):
         name, equals, value = (word.strip() for word in part.partition("="))
@@ -283,31 +282,29 @@ class CompressOptPlugin:
     """Options for plain Accelerate: the optimizer that replaces an Adam or AdamW given to ``prepare``.
 
     Every field defaults from the environment variable ``COMPRESSOPT_<FIELD>``, in capitals; ``COMPRESSOPT_OPTIM`` is
-    another name for that of ``optimizer``. ``warmup_bits``, ``scale_block``, ``variance_floor``, ``max_update``,
-    ``clip``, ``topology`` and ``node_bits`` are options of the compressed optimizers.
+    another name for that of ``optimizer``. ``freeze_step``, ``warmup_bits``, ``scale_block``, ``variance_floor``,
+    ``max_update``, ``clip``, ``topology`` and ``node_bits`` are options of the compressed optimizers.
 
     Attributes:
         optimizer: "onebit_adam" (the default without zero_stage and grad_compression), "zero_one_adam" or
             "onebit_lamb"; "none" leaves every optimizer as it is.
-        freeze_step: Last step of the warmup stage, or "auto": the variance decides, at the latest after the share of
-            the run that Trainer allows too. The length of the run is ``total_steps``, or that of a learning-rate
+        grad_compression: "int4" or "int8": average the gradients of ordinary optimizers in 4 or 8 bits per element. Not
+            supported with the optimizers above, so ``optimizer`` is "none" then. With zero_stage it is ZeroOptimizer's
+            option.
+        param_compression: "int4" or "int8": send updated parameters so too, with zero_stage, or with grad_compression
+            and FSDP2 without replicas.
+        total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the steps of a learning-rate
             scheduler given to ``prepare``.
-        grad_compression: "int4" or "int8": average the gradients of ordinary optimizers by messages of 4 or 8 bits per
-            element. Not supported with the optimizers above, so ``optimizer`` is "none" then. With zero_stage it is
-            ZeroOptimizer's option.
-        param_compression: "int4" or "int8", with zero_stage, or with grad_compression and FSDP2 without replicas: give
-            the updated parameters to all ranks by such messages.
-        total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the scheduler's.
-        state: "compact" or "float32", as in the optimizers and GradientCompression; None is the default of each.
-        bucket_cap_mb: MiB of float32 values that are sent together, > 0. None is 25, and with grad_compression the size
-            of DDP's own buckets.
+        state: "compact" or "float32"; None is the default of each optimizer and of GradientCompression.
+        bucket_cap_mb: MiB of float32 values that are sent together, > 0. None is 25, with grad_compression the size of
+            DDP's buckets.
         communicator: "auto", or the name of a torch.distributed backend.
-        zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it. ``optimizer`` is "none"
-            then, unless it is given. With "onebit_adam" it is that optimizer's option, and with 2 models get no DDP.
-            Not supported with the other two. 0 is off.
-        gradient_as_bucket_view: Whether gradients that travel in the messages of this package lie in DDP's own buckets:
-            DDP's option of that name, which saves a copy of all gradients. False leaves DDP's option as it is.
-        async_save: True to write the optimizers' states in the background in ``save_state``. The next save, a load,
+        zero_stage: 1 or 2: partition every fresh element-wise optimizer by ZeroOptimizer; ``optimizer`` is "none" then,
+            unless it is given. With "onebit_adam" it is that optimizer's option, and with 2 models get no DDP. Not
+            supported with the other two. 0 is off.
+        gradient_as_bucket_view: Keep gradients that this package sends in DDP's buckets only, by DDP's option of that
+            name, which saves a copy of all gradients. False leaves DDP's option as it is.
+        async_save: Write the optimizers' states in the background in ``save_state``. The next save, a load,
             ``end_training`` and the end of the process wait for it.
 
     Raises:

@@ -143,11 +143,7 @@ def time_step(
     ranks: int,
     adapters: int | None = None,
 ) -> StepTime:
-    """Time forward, backward and update on random tokens, after one step that is not counted.
-
-    With ``adapters`` the model is frozen, and so many parameters are updated in place of its own. Gradients pass
-    through the whole model, as to adapters in every layer.
-    """
+    """Time steps on random tokens. ``adapters``: so many parameters of all layers are updated, the model is frozen."""
     logging.set_verbosity_error()  # models made from configurations warn of what only training needs
     free = _free_memory() / ranks
     try:

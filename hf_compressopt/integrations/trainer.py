@@ -203,7 +203,8 @@ def _attach(self: Trainer) -> None:
         asked = f"COMPRESSOPT_OPTIM={plugin.optimizer}"
     compression = options.grad_compression or "none"
     wanted = [f"{GRAD_COMPRESSION}{compression}"] * (compression != "none") + [asked] * bool(asked)
-    for reason in (why_unsupported(self.accelerator, words, self.model) for words in wanted):
+    model = getattr(self, "model", None)  # older Trainers, which load no model in shards, have it only later
+    for reason in (why_unsupported(self.accelerator, words, model) for words in wanted):
         if reason:
             raise ValueError(reason)
     if wanted:

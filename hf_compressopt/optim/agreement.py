@@ -97,15 +97,7 @@ def sketch_size(numel: int) -> int:
 
 
 class MeanNorm:
-    """This rank's part of the norm of the mean gradient, and the noise that the norms show.
-
-    Attributes:
-        sketches: One for each group of ranks whose gradients are each rank's own.
-        averaged: [] float64, the share-weighted sum of squares of gradients that are alike where they are held.
-        squares: Sums of squares, [] float64, by their share: 1 over the number of ranks that hold the parameter.
-        common: (1), after :meth:`square`; NaN if there is none.
-        mean_square: The mean over ranks of their squared norms, after :meth:`square`.
-    """
+    """This rank's part of the norm of the mean gradient, and the noise that the norms show."""
 
     def __init__(
         self,
@@ -119,10 +111,12 @@ class MeanNorm:
     ) -> None:
         """Measure this rank's gradients; if ``averaged``, those that all ranks hold are alike on all."""
         self.everyone = everyone
-        self.sketches: list[Sketch] = []
+        self.sketches: list[Sketch] = []  # one for each group of ranks whose gradients are each rank's own
+        # [] float64, the share-weighted sum of squares of gradients that are alike where they are held
         self.averaged = torch.zeros((), dtype=torch.float64, device=states[0].device if states else everyone.device)
-        self.squares: dict[float, Tensor] = {}
-        self.common = self.mean_square = math.nan
+        self.squares: dict[float, Tensor] = {}  # [] float64, by share: 1 over the number of ranks that hold parameters
+        self.common = math.nan  # (1), after square(); and the mean over ranks of their squared norms
+        self.mean_square = math.nan
         chosen = None if parameters is None else {id(p) for p in parameters}
         groups = by_communicator(states)
         if not any(communicator is everyone for communicator, _ in groups):
@@ -196,13 +190,7 @@ class StepGradients:
     """The gradients of one step, and what is wrong with them."""
 
     def __init__(
-        self,
-        groups: Grads,
-        fault: Exception | None,
-        communicator: Communicator,
-        shares: Sequence[float],
-        *,
-        ask: bool,
+        self, groups: Grads, fault: Exception | None, communicator: Communicator, shares: Sequence[float], *, ask: bool
     ) -> None:
         self.groups = groups  # one entry per trainable parameter, None without gradient
         self.fault = fault  # to raise on this rank
@@ -219,7 +207,6 @@ class StepGradients:
     def collect(
         cls, states: Sequence[GroupState], given: Iterable[Any] | None, communicator: Communicator, *, ask: bool
     ) -> StepGradients:
-        """Collect the gradients of the trainable parameters."""
         flat = [param for state in states for param in state.options["params"]]
         try:
             grads = [p.grad for p in flat] if given is None else _flatten(given, len(flat))
@@ -284,9 +271,10 @@ class StepGradients:
 
     def agree(
         self,
-        digests: Sequence[int] = (),
+        digests: Sequence[int | Tensor] = (),
         *,
         overflow: bool = False,
+        sent: Tensor | None = None,
         part: StepGradients | None = None,
         mean: MeanNorm | None = None,
         ratio: Callable[[float], float] | None = None,
@@ -295,12 +283,13 @@ class StepGradients:
     ) -> tuple[list[bool], list[float]]:
         """Sum the squares over the ranks, for :meth:`square_norm`, tell each other of faults, and compare numbers.
 
-        Returns what :meth:`Communicator.sum_and_compare` does for the digests and ``beside``. If ``later``, squares
-        that need no message stay on the device.
+        Returns what :meth:`Communicator.sum_and_compare` does for the digests and ``beside``. ``sent``: infinity if
+        what was sent before is not finite, else 0. If ``later``, squares that need no message stay on the device.
         """
         part = part or self
         weight = None if self.ask else ratio or (lambda share: 1.0)
         own = [each._own_square(overflow, weight) for each in (self, *([] if part is self else [part]))]
+        own = own if sent is None else [square + sent for square in own]
         alike, local = list[bool](), list[float]()
         if self.ask:
             faults = torch.full_like(own[0], float(self.fault is not None))
@@ -338,8 +327,7 @@ class StepGradients:
     def square_norm(self) -> float:
         """Return the squared norm of averaged gradients; of local ones the mean over ranks of their squared norms.
 
-        It is alike on all ranks, after :meth:`agree`, and not finite if an element on any rank is not, or is too large
-        for its square to be a float32.
+        It is alike on all ranks, and not finite if an element on any rank is not, or is too large for its square.
         """
         if self._square is None and self.unread is not None:
             self._square = self.unread.item()
@@ -580,9 +568,8 @@ def _replicated(state: GroupState) -> Iterator[Tensor]:
 class Consensus:
     """The small messages beside those of a step, and what the ranks know from them."""
 
-    early: EarlyMessages | None = None  # set by the optimizer if messages leave during backward, like the next
-    freed: FreedGradients | None = None
-    warmup: WarmupGradients | None = None
+    early: EarlyMessages | None = None  # set by the optimizer if messages leave during backward
+    warmup: WarmupGradients | None = None  # set by 0/1 Adam
 
     def __init__(self, states: Sequence[GroupState], communicator: Communicator, tensors: dict[str, Tensor]) -> None:
         self.states, self.communicator = states, communicator
@@ -618,11 +605,8 @@ class Consensus:
         """Return the gradients of a step, clipped, and whether those of all ranks are finite."""
         # given gradients may be averaged or not: a wrong number of them on one rank must fail on all
         ask = self.asks(plan) and (self.are_local(plan) or given is not None)
-        if given is not None:
-            if self.early is not None:
-                self.early.drop()
-            if self.freed is not None:
-                self.freed.drop()
+        if given is not None and self.early is not None:
+            self.early.drop()
         gradients, measured = self._collect(given, ask=ask), self.measured
         same = gradients.reuse(measured)
         known = measured is not None and measured.ask and (self.early is None or self.early.agreed)
@@ -630,17 +614,17 @@ class Consensus:
             if measured.is_finite():
                 if not same and not gradients.is_usable():
                     self._go_on_without(gradients, plan)
-                return gradients, self._left_are_finite()
+                return gradients, True
         if measured is not None and same and not ask and not max_grad_norm:
             self._unread = measured
-            return measured, measured.may_be_used() and self._left_are_finite()
+            return measured, measured.may_be_used()
         self._agree(gradients, plan, sketched=max_grad_norm > 0)
         if max_grad_norm > 0:
             norm = gradients.clip_(max_grad_norm, in_place=given is None)
             if self.early is not None:
                 self.early.note_norm(float(norm), max_grad_norm, self._usual, whole=True)
         self._unread = gradients
-        return gradients, gradients.may_be_used() and self._left_are_finite()
+        return gradients, gradients.may_be_used()
 
     def clip_(self, plan: StepPlan, max_norm: float, parameters: Iterable[Tensor] | None) -> float | Tensor:
         """Clip the gradients of the coming step that are in no message yet. Returns the norm before."""
@@ -666,18 +650,12 @@ class Consensus:
         return norm
 
     def _collect(self, given: Iterable[Any] | None, *, ask: bool) -> StepGradients:
-        freed = self.freed if given is None else None
-        if freed is not None:
-            freed.complete()
+        if given is None and self.early is not None:
+            self.early.complete()
         gradients = StepGradients.collect(self.states, given, self.communicator, ask=ask)
-        if freed is not None and freed.have_left:
-            freed.put_into(gradients)
         if self.early is not None:
-            gradients.left = self.early.left(gradients.groups)
+            self.early.put_into(gradients)
         return gradients
-
-    def _left_are_finite(self) -> bool:
-        return self.early is None or not self.early.not_finite
 
     def note_overflow(self, overflow: bool) -> None:
         """Record what a gradient scaler found while it changed this rank's gradients."""
@@ -689,12 +667,10 @@ class Consensus:
             gradients = self._collect(None, ask=True)
             self._agree(gradients, plan)
             self.measured = gradients
-        return not (self.measured.is_finite() and self._left_are_finite())
+        return not self.measured.is_finite()
 
     def end_step(self) -> None:
         self.noise.add(self._common)
-        if self.freed is not None:
-            self.freed.end_step()
         self.measured, self.at_sync, self._unread, self._overflow = None, None, None, False
         self.read = []
         self._common = self._usual = math.nan
@@ -709,16 +685,19 @@ class Consensus:
         sketched: bool = False,
     ) -> None:
         """Exchange the one small message of a step, if the ranks must agree: norms, faults, what must be alike."""
-        left = [key for sent in (self.early, self.freed) if sent is not None for key in sent.signature]
-        digests = [digest_of([self.comparison.hyperparameters(), left])] if gradients.ask else []
+        left = [] if self.early is None else self.early.signature
+        digests: list[int | Tensor] = []
+        if gradients.ask:
+            digests.append(digest_of([self.comparison.hyperparameters(), left]))
         if not plan.reduce_grads and gradients.ask:
             # one in every step: a resumed run, which compares once more, sends the uninterrupted one's bytes
-            digests += self.gradient_digest(gradients.groups) or [0]
+            digests.append(self.gradient_digest(gradients.groups))
         mean = self._measure(gradients, plan, part or gradients, chosen) if sketched else None
         local_step = self.clip == "sketch" and not plan.agree
         alike, read = gradients.agree(
             digests,
             overflow=self._overflow,
+            sent=None if self.early is None else self.early.overflow(),
             part=part,
             mean=mean if gradients.ask else None,
             ratio=self.noise.square_ratio if local_step else None,
@@ -728,26 +707,24 @@ class Consensus:
         self.read = read or self.read
         if mean is not None and gradients.ask:
             self._common, self._usual = mean.common, math.sqrt(mean.mean_square)
-            if self.freed is not None and self.freed.is_exact:
+            if gradients.freed is not None and gradients.freed.is_exact:
                 self._usual = math.nan  # the ranks' own norms are not measured
         elif mean is not None and self.at_sync is None:
             self.at_sync = mean
         if alike and not alike[0]:
             self.comparison.require_same_hyperparameters()
-            if self.freed is not None:
-                self.freed.require_same()
             if self.early is not None:
                 self.early.agree()
                 for each in (gradients, part or gradients):
                     each.left = self.early.left(gradients.groups)
         if self.early is not None:
             self.early.agreed |= gradients.ask
-        self.heed_gradients(digests[1:], alike[1:])
+        self.heed_gradients(alike[1:])
 
     def _reads_at_sync(self, plan: StepPlan, gradients: StepGradients) -> bool:
         """Return whether the message of a sync, which follows in the step, brings what this rank must know."""
         here = all(grad.device == self.communicator.device for grad in gradients.present())
-        return plan.is_local_sync and self._gradients_compared and self.early is None and self.freed is None and here
+        return plan.is_local_sync and self.early is None and here
 
     def _measure(
         self, gradients: StepGradients, plan: StepPlan, part: StepGradients, chosen: Sequence[Tensor] | None
@@ -756,17 +733,17 @@ class Consensus:
         in_message = gradients.ask and self.are_local(plan)
         if self.clip != "sketch" or self.communicator.world_size == 1 or not (in_message or plan.is_local_sync):
             return None
-        if gradients.freed is not None and not (self.freed and self.freed.knows_norm):
+        if gradients.freed is not None and not gradients.freed.is_measured:
             return None
         groups = [] if gradients.fault is not None else gradients.groups
         mean = MeanNorm(self.states, groups, chosen, self.communicator, plan.step, averaged=plan.reduce_grads)
-        if gradients.freed is not None and self.freed is not None:
-            self.freed.contribute(mean)
+        if gradients.freed is not None:
+            gradients.freed.contribute(mean)
         if gradients.fault is None:
             part._local_squares = mean.squares
         return mean
 
-    def compare_at_sync(self, written: Tensor, digests: Sequence[int]) -> tuple[bool, bool, list[bool]]:
+    def compare_at_sync(self, written: Tensor, digests: Sequence[int | Tensor]) -> tuple[bool, bool, list[bool]]:
         """Compare what must be alike at a sync of 0/1 Adam; measure the noise of gradients clipped before it.
 
         Returns whether any rank has written, whether this rank's gradients may be used, and what is alike.
@@ -785,22 +762,23 @@ class Consensus:
             self._common = mean.common
         return sums[0] > 0, math.isfinite(sums[-1]), alike
 
-    def gradient_digest(self, gradients: Grads | None) -> list[int]:
-        """Return a digest of this rank's local gradients the first time, else nothing."""
-        if self._gradients_compared:
-            return []
-        if gradients is None:
-            return [self.communicator.rank % DIGEST_BOUND]
+    def gradient_digest(self, gradients: Grads | None) -> int | Tensor:
+        """Return a digest of this rank's gradients, [] int64, until they were compared; the rank if they are all 0."""
+        rank = self.communicator.rank % DIGEST_BOUND
+        if self._gradients_compared or gradients is None:
+            return 0 if self._gradients_compared else rank
         shared = [grads for grads, state in zip(gradients, self.states, strict=False) if state.own_rank is None]
-        bits = int(sum(bit_sum(grad) for grad in chain.from_iterable(shared) if grad is not None))
-        return [bits % _PRIME]  # a power of two would see the low bits alone, which are 0 after bfloat16
+        sums = [bit_sum(grad) for grad in chain.from_iterable(shared) if grad is not None]
+        # a power of two would see the low bits alone, which are 0 after bfloat16
+        digest = sum(sums, torch.zeros((), dtype=torch.int64, device=self.communicator.device)) % _PRIME
+        return torch.where(digest == 0, rank, digest)
 
-    def heed_gradients(self, digests: Sequence[int], alike: Sequence[bool]) -> None:
-        """Warn, once, if the local gradients of all ranks are identical, and not 0."""
-        if not digests:
+    def heed_gradients(self, alike: Sequence[bool]) -> None:
+        """Warn, once, if the local gradients of all ranks are identical, and not 0, by what their digests told."""
+        if self._gradients_compared or not alike:
             return
         self._gradients_compared = True
-        if alike[0] and digests[0] > 0 and self.communicator.rank == 0 and self.communicator.world_size > 1:
+        if alike[0] and self.communicator.rank == 0 and self.communicator.world_size > 1:
             write_log(
                 logger,
                 logging.WARNING,

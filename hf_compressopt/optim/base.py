@@ -17,17 +17,17 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.backward import take_over
 from hf_compressopt.collectives.communicator import Communicator, Traffic
-from hf_compressopt.collectives.ddp import average_group
 from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce, in_runs, run_tasks
+from hf_compressopt.collectives.gradients import average_group
 from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
 from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
+from hf_compressopt.grad_compression import check_state
 from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
 from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads, write_log
 from hf_compressopt.optim.group import (
     STATE,
-    STATES,
     ExtraState,
     GroupState,
     ParamGroups,
@@ -36,15 +36,15 @@ from hf_compressopt.optim.group import (
     mean_variance_norm,
 )
 from hf_compressopt.optim.late import LATE_CLIP, EarlyMessages
-from hf_compressopt.optim.math import adam_step_, evaluate, in_float32
+from hf_compressopt.optim.math import evaluate, in_float32
 from hf_compressopt.optim.options import (
     check_at_least,
     check_count,
     check_last_group,
-    check_names,
     check_scale_block,
     check_zero_stage,
     in_lists,
+    names_by_group,
     resolve_communicator,
 )
 from hf_compressopt.optim.sharded import FreedGradients, end_warmup_stage, take_sharded_step
@@ -80,45 +80,45 @@ class CompressedOptimizer(torch.optim.Optimizer):
             a group stay local in every stage, step() averages them over it. All ranks have the same param groups;
             only those with a process group of their own may differ in their parameters).
         lr: Learning rate, >= 0.
-        freeze_step: Last step of the warmup stage, >= 1, or "auto": the variance finds it. Trainer and Accelerate then
-            fit the schedule to the length of the run; a loop of your own gives it as ``total_steps``.
-        total_steps: Optimizer steps of the run, >= 1, if the schedule is to be fitted to them at once.
+        freeze_step: Last step of the warmup stage, >= 1; "auto" ends it when the variance is stable.
+        total_steps: Optimizer steps of the run, >= 1, to which the schedule is fitted; Trainer and
+            Accelerate know them.
         freeze_threshold: How stable the variance must be for "auto", in (0, 1].
-        max_freeze_step: Bound on what "auto" finds, >= 1; the later one of it and ``min_freeze_step`` counts. None is a
-            share of the run, or 100,000 while its length is unknown.
-        min_freeze_step: The first step that "auto" may find, >= 1; it also waits for the learning rate's warmup. None
-            is 100, or fewer in a short run.
-        warmup_bits: Bits per element of the averaged gradients of the warmup stage: 4 or 8 send integers with error
-            feedback, 16 sends bfloat16, 32 the gradients as they are, which gives the bits of torch's AdamW.
+        max_freeze_step: Last step that "auto" may choose, >= 1, unless ``min_freeze_step`` is later. None is a share of
+            the run, or 100,000 while its length is unknown.
+        min_freeze_step: First step that "auto" may choose, >= 1; it also waits for the learning rate's warmup. None is
+            100, or fewer in a short run.
+        warmup_bits: Bits per element of gradients in the warmup stage: 4 or 8 (integers with error feedback), 16
+            (bfloat16), or 32 (bitwise torch's AdamW).
         bias_correction: Whether Adam's bias corrections apply.
         betas: Coefficients of the running averages, each in [0, 1).
         eps: Added to the denominator, >= 0.
         eps_inside_sqrt: sqrt(v + eps) instead of sqrt(v) + eps.
         weight_decay: Decoupled weight decay, >= 0.
-        max_grad_norm: Gradients are clipped to this norm in :meth:`step`; 0 is off. (Trainer clips by itself.)
-        clip: Norm by which local gradients are clipped: "sketch" is an estimate of the norm of their mean with a
-            standard deviation of 1.1 %, alike on all ranks; "local" is the root of the mean of the ranks' squared
-            norms, up to sqrt(world size) larger. In a local step of 0/1 Adam each rank clips by its own norm: with
-            "sketch" divided by the usual ratio of such norms to that of the mean, which syncs measure. "late", of
-            OnebitAdam, clips by the "sketch" of the step before, so that messages may leave during backward.
-        zero_stage: 1, of OnebitAdam: the ranks share out the moments of the warmup stage; 2: gradients leave and are
-            freed while backward runs, too, with clip="late" after the warmup stage; 0 is off.
-        scale_block: Elements that share a scale in a message, a positive multiple of 8; None is one per message.
-        variance_floor: At the end of the warmup stage the second moment of every element is raised to this share of
-            its tensor's mean, >= 0; 0 is off.
+        max_grad_norm: Norm to which :meth:`step` clips gradients; 0 is off. (Trainer clips by itself.)
+        clip: Norm by which local gradients are clipped. "sketch": an estimate of the norm of their mean, with a
+            standard deviation of 1.1 %, alike on all ranks. "local": the root of the mean of the ranks' squared norms,
+            up to sqrt(world size) larger. "late", of OnebitAdam: the "sketch" of the step before, so that messages are
+            sent during backward. In a local step of 0/1 Adam each rank clips by its own norm, with "sketch" scaled by a
+            ratio that syncs measure.
+        zero_stage: Of OnebitAdam. 1 partitions the moments of the warmup stage. 2 also sends and frees gradients during
+            backward, with clip="late" after the warmup stage. 0 is off.
+        scale_block: Elements per scale in a message, a positive multiple of 8; None is one scale per message.
+        variance_floor: At the end of the warmup stage every second moment is raised to this share of its tensor's mean,
+            >= 0; 0 is off.
         bucket_cap_mb: MiB of float32 values that are sent together, > 0.
-        state: "compact" keeps errors in 8 bits, and after the warmup stage the variance too, on a logarithmic scale.
-            "float32" keeps everything in float32.
-        topology: The way of messages: "flat"; "hierarchical" (the ranks of a node average at full precision, and send
-            one message of the node); "auto" is "hierarchical" if the launcher has started several nodes of several
-            ranks each.
+        state: "compact" keeps errors in 8 bits, and the frozen variance too, on a logarithmic scale; OnebitAdam's
+            momentum is then the last message. "float32" keeps everything in float32.
+        topology: "flat"; "hierarchical": the ranks of a node average in full precision and send one message; "auto":
+            "hierarchical" if the launcher has started several nodes of several ranks each, unless links inside nodes
+            measure slow. With "auto" a resume takes the checkpoint's.
         node_size: Consecutive ranks per node; None takes them from the launcher and the host names.
-        node_bits: Bits per element of what the ranks of a node average: 32, or 16 for bfloat16.
+        node_bits: Bits per element inside a node: 32, or 16 for bfloat16.
         process_group: The ranks; None is the default group.
         communicator: "auto", the name of a torch.distributed backend, "mpi" (by mpi4py), or a Communicator.
         comm_backend_name: DeepSpeed's spelling of ``communicator``.
         cuda_aware: For communicator="mpi": hand CUDA tensors to the MPI library as they are.
-        amsgrad: Not supported, as nowhere in this family: must be False.
+        amsgrad: Must be False.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.
@@ -199,8 +199,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         for name, value in (("max_grad_norm", max_grad_norm), ("variance_floor", variance_floor)):
             check_at_least(name, value, 0)
         check_scale_block(scale_block)
-        if state not in STATES:
-            raise ValueError(f"state must be one of {list(STATES)}, got {state!r}")
+        check_state(state)
         if amsgrad:
             raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
         if clip not in self._clips:
@@ -239,7 +238,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         groups = ParamGroups(self._states, self.communicator, self._follow_parameters)
         self._fused_warmup = warmup_bits < 32
         self.warmup_bits, self.warmup_gradients = warmup_bits, WarmupGradients(warmup_bits, groups)
-        self.early_messages = EarlyMessages(clip == "late", groups, self._tensors, self._prepare)
+        sends = groups, self._tensors, self._prepare
+        if zero_stage == 2:
+            self.freed = FreedGradients(*sends, self._begin_step, bits=warmup_bits, clips=max_grad_norm > 0)
+        self.early_messages = self.freed or EarlyMessages(clip == "late", *sends)
         if self.early_messages.enabled:
             self._consensus.early = self.early_messages
         self._clip, self._consensus.clip = clip, "sketch" if clip == "late" else clip
@@ -268,16 +270,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
         """Take a step of one param group by averaged gradients."""
-        rows = [index for index, grad in enumerate(grads) if grad is not None]
-        adam_step_(
-            [state.params[index] for index in rows],
-            [grad for grad in grads if grad is not None],
-            [state.view(state.exp_avg, index) for index in rows],
-            [state.view(state.exp_avg_sq, index) for index in rows],
-            [state.steps[index] for index in rows],
-            state.options,
-            fused=self._fused_warmup,
-        )
+        state.take_adam_step(grads, fused=self._fused_warmup)
 
     def _local_steps(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         """Take the steps that each rank takes alone, for algorithms whose plans have ``agree=False``."""
@@ -380,7 +373,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     ) -> Task[None]:
         """Take the compressed step of a run of buckets: make the messages, exchange them, update the parameters."""
         early, (first, *_) = self.early_messages, run[0]
-        averages = [early.take(*row) if early.enabled else None for row in run]
+        averages = [early.take_average(*row) if early.enabled else None for row in run]
         rows = [row for row, average in zip(run, averages, strict=True) if average is None]
         found: list[Average] = []
         if rows:  # whose messages were not sent during backward
@@ -405,7 +398,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if names:
             self._log(
                 logging.WARNING,
-                "%d parameter(s) have no variance after the warmup stage and are not updated any more, since their "
+                "%d parameter tensor(s) have no variance after the warmup stage and are not updated any more: their "
                 "averaged gradients were 0 in all its steps: %s%s (for such parameters use a later freeze_step, or a "
                 "group with non_freeze=True)",
                 len(names),
@@ -512,11 +505,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``."""
         self._open, self._fitted_to = {_OLD_NAMES.get(name, name) for name in given}, None
 
-    @property
-    def schedule_is_open(self) -> bool:
-        """True if the schedule is still to be fitted to the run's length, by :meth:`fit_schedule`."""
-        return self._open is not None and self._fitted_to is None and self._step == 0
-
     def fit_schedule(self, max_steps: int) -> str:
         """Fit an open schedule to a run of ``max_steps`` steps; one that was given, or resumed, stays as it is.
 
@@ -539,11 +527,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return found
 
     def _ends_warmup_stage(self, plan: StepPlan) -> bool:
-        """Return whether the step that was taken by this plan is the last one of the warmup stage.
-
-        "auto" ends the stage where the variance is stable, at the latest at ``max_freeze_step``; but not before
-        ``min_freeze_step``, and not before the learning rate's warmup is over (:class:`Warmup`).
-        """
+        """Return whether the step that was taken by this plan is the last one of the warmup stage."""
         schedule, threshold, step = self.schedule, self.freeze_threshold, plan.step
         if plan.stage.number:
             return False
@@ -653,12 +637,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
         Raises a ValueError if their number is not that of the trainable parameters, or one occurs twice.
         """
-        counts = [len(state.params) for state in self._states]
-        if names is None:
-            names = [name for state in self._states for name in state.names]
-        check_names(names, sum(counts))
-        rest = iter(names)
-        return [[next(rest) for _ in range(count)] for count in counts]
+        return names_by_group([state.names for state in self._states], names)
 
     def label_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Use names such as those of ``model.named_parameters()`` in messages; checkpoints keep their own."""
@@ -753,24 +732,20 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return self._metrics(self.traffic.mean_bytes())
 
     def _metrics(self, sent: float) -> dict[str, float]:
-        counts: dict[str, float] = {"step": self._step, "skipped_steps": self.skipped_steps, "rounds": self.rounds}
-        in_full = self.last_plan.reduce_grads and not self.warmup_gradients.in_use
-        noise = self._consensus.noise.scale
-        counts |= {} if noise is None else {"gradient_noise_scale": noise}
-        states, traffic = self._states, self.traffic
+        states, traffic, noise = self._states, self.traffic, self._consensus.noise.scale
         full = sum(2 * (1 - 1 / s.communicator.world_size) * FLOAT_BYTES * s.layout.numel for s in states)
-        on_link = sent * max((s.communicator.topology.node_size for s in states), default=1)  # all ranks of the node
-        inside = sum(traffic.node_bytes.values())
-        counts |= {"bytes_sent_in_node": inside} if inside else {}
+        node_size = max((s.communicator.topology.node_size for s in states), default=1)  # all ranks of the node send
+        in_full = self.last_plan.reduce_grads and not self.warmup_gradients.in_use
         return {
             "stage": self.last_plan.stage.number,
-            "bytes_sent_step": sent,
-            "bytes_sent": float(traffic.total_bytes),
-            "compression_ratio": full / on_link if sent > 0 and not in_full else 1.0,
+            **traffic.metrics(full, sent, node_size),
+            **({"compression_ratio": 1.0} if in_full else {}),
             "seconds_all_to_all": traffic.seconds["all_to_all"],
             "seconds_all_gather": traffic.seconds["all_gather"],
-            "seconds_communication": traffic.total_seconds,
-            **{name: float(value) for name, value in counts.items()},
+            "step": float(self._step),
+            "skipped_steps": float(self.skipped_steps),
+            "rounds": float(self.rounds),
+            **({} if noise is None else {"gradient_noise_scale": noise}),
         }
 
     def _compare_bytes(self, plan: StepPlan) -> None:
@@ -800,10 +775,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         options["warmup_bits"] = self.warmup_gradients.bits
         options |= {"zero_stage": self.zero_stage} if self.zero_stage else {}
         chosen = ", ".join(f"{key}={value}" for key, value in options.items())
-        numel, everyone = sum(state.layout.numel for state in self._states), self.communicator
-        nodes = "" if everyone.levels is None else f", hierarchical on {everyone.topology.nodes} nodes"
+        numel = sum(state.layout.numel for state in self._states)
         return (
-            f"{type(self).__name__}, {numel:,} parameters, {chosen}; {everyone.world_size} rank(s) over "
-            f"{everyone.name}{nodes}, scale_block={self.scale_block}, kernels: "
-            f"{kernels.implementation(everyone.device)}"
+            f"{type(self).__name__}, {numel:,} parameters, {chosen}; {self.communicator}, "
+            f"scale_block={self.scale_block}, kernels: {kernels.implementation(self.communicator.device)}"
         )

@@ -45,16 +45,16 @@ class FusedAdam(torch.optim.Optimizer):
         amsgrad: Must be False.
         set_grad_none: Default of ``zero_grad()``: True drops the gradients, False fills them with 0.
         maximize: Ascend instead of descend.
-        capturable: Allow capturing a step in a CUDA graph. Give lr as a tensor on the GPU then, because a graph keeps
-            a number as it was.
+        capturable: Allow capturing a step in a CUDA graph. Then give lr as a tensor on the GPU, because a graph keeps
+            numbers.
         max_grad_norm: Clip gradients to this norm in the same pass; 0 is off. (Trainer clips by itself.) For FSDP2's
             DTensors it is the norm over all ranks; parameters of FSDP1 are refused.
-        master_weights: Keep float32 weights for bfloat16 and float16 parameters, which become their rounded copies.
-            They are taken from the parameters at the first step. If other code writes a parameter later, delete
+        master_weights: Keep float32 weights for bfloat16 and float16 parameters, which become rounded copies. The first
+            step takes them from the parameters. If other code writes a parameter later, delete
             ``state[p]["master_param"]``.
         fp32_moments: Keep moments in float32; False gives them the parameter's dtype, as torch does.
-        write_grads: Leave the gradients unscaled (and clipped) after a step with a grad_scale, as torch does. False
-            leaves undefined values in them, and saves writing them.
+        write_grads: Leave unscaled (and clipped) gradients after a step with a grad_scale, as torch does. False saves
+            the writes and leaves undefined values.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,11 @@ from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.flat import Bucket, FlatLayout, Span
 from hf_compressopt.kernels import Average, Descent, LogVariance, Segment, SignFormat, Variance, on
-from hf_compressopt.kernels.memory import dense_values
+from hf_compressopt.kernels.adam import AdamPlan, AdamTensors
+from hf_compressopt.kernels.compact import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, top_of_variance
+from hf_compressopt.kernels.memory import dense_values, numbers_on, reads_at_once
 from hf_compressopt.kernels.messages import travels_in_full
-from hf_compressopt.kernels.variance import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, top_of_variance
-from hf_compressopt.optim.math import correct_bias_, floor_variance_, sum_of
+from hf_compressopt.optim.math import adam_step_, correct_bias_, floor_variance_, sum_of
 from hf_compressopt.schedules import StepPlan
 
 #: The entry of ``optimizer.state`` that holds this rank's part of a parameter's moments.
@@ -34,7 +36,7 @@ class MomentShards:
     def __init__(
         self, layout: FlatLayout, communicator: Communicator, device: torch.device, in_full: Sequence[bool]
     ) -> None:
-        place = communicator.topology
+        self.place = place = communicator.topology
         chunks = [
             [list(_spans(bucket, *place.chunk_range(bucket.numel, rank))) for rank in range(place.world_size)]
             for bucket in layout.buckets
@@ -108,18 +110,25 @@ def _spans(bucket: Bucket, first: int, last: int) -> Iterator[Span]:
             yield Span(piece.index, piece.start + low - begin, piece.start + high - begin, low - first)
 
 
-#: Legal values of the option ``state``.
-STATES = ("compact", "float32")
-#: Its default, where an optimizer has none of its own.
+#: The default of the option ``state``, where an optimizer has none of its own.
 STATE = "float32"
 
 
-class Moments:
-    """The two moments of a param group: flat float32 buffers, or a compact form that takes their place.
+@dataclass
+class KeptAdam:
+    """Operands of Adam for some parameters of a group, kept while its moments lie in the same buffers."""
 
-    A frozen variance becomes 8 bits an element: ``codes``, [numel] uint8, and ``tops``, [parameters] int32 (see
-    :class:`~hf_compressopt.kernels.LogVariance`). A momentum that is what the servers' last messages say becomes these:
-    ``last``, by the buckets' first elements. What a compact form or ``shards`` replace is [0].
+    made_of: tuple[list[int], bool]
+    buffers: tuple[Tensor, Tensor]
+    tensors: AdamTensors  # without gradients between steps
+    counted: Sequence[float] = ()  # what the counts on a device, if they lie there, stand for
+    plan: AdamPlan | None = None
+
+
+class Moments:
+    """The two moments of a param group: flat float32 buffers, or compact forms that take their place.
+
+    What a compact form or ``shards`` replace is [0].
     """
 
     def __init__(self, layout: FlatLayout, device: torch.device, shards: MomentShards | None = None) -> None:
@@ -127,15 +136,21 @@ class Moments:
         numel = layout.numel if shards is None else 0
         self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
         self.exp_avg_sq = torch.zeros(numel, dtype=torch.float32, device=device)
+        # a frozen variance in 8 bits, [numel], and [parameters]: see LogVariance
         self.codes = torch.zeros(0, dtype=torch.uint8, device=device)
         self.tops = torch.zeros(len(layout.numels), dtype=torch.int32, device=device)
-        self.last: dict[int, Average] = {}
+        self.last: dict[int, Average] = {}  # messages that are the momentum, by the buckets' first elements
         self._recent: tuple[int, Tensor] | None = None  # the bucket that was decoded last: readers go on
+        self.adam: KeptAdam | None = None  # of the warmup stage
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but what a copy makes of its own buffers."""
+        return self.__dict__ | {"adam": None}
 
     def to(self, device: torch.device) -> None:
         for name in ("exp_avg", "exp_avg_sq", "codes", "tops"):
             setattr(self, name, getattr(self, name).to(device))
-        self._recent = None
+        self._recent = self.adam = None
         if self.shards is not None:
             self.shards.to(device)
         for start, average in self.last.items():
@@ -153,7 +168,7 @@ class Moments:
         for start, numel in zip(self._layout.starts, self._layout.numels, strict=True):
             tops.append(encode_variance_(self.exp_avg_sq[start : start + numel], codes[start : start + numel]))
         self.tops.copy_(torch.tensor(tops, dtype=torch.int32, device="cpu"))
-        self.codes, self.exp_avg_sq = codes, self.exp_avg_sq[:0]
+        self.codes, self.exp_avg_sq, self.adam = codes, self.exp_avg_sq[:0], None
 
     def make_codes(self, tops: Sequence[int]) -> None:
         """Allocate the codes of a variance, to be filled. ``tops``: each parameter's ``top_of_variance``."""
@@ -256,11 +271,8 @@ class Moments:
 
     def exp_avg_sq_of(self, index: int) -> Tensor:
         """Return a parameter's second moment, [n] float32: a view of the buffer, or decoded values."""
-        start = self._layout.starts[index]
-        stop = start + self._layout.numels[index]
-        if self.codes.numel():
-            return decode_variance(self.codes[start:stop], self.tops[index])
-        return self.exp_avg_sq[start:stop]
+        stored = self.stored_variance(index)
+        return decode_variance(stored, self.tops[index]) if self.codes.numel() else stored
 
     def largest_variances(self) -> Tensor:
         """Return the largest variance of each parameter that has elements, or its code, which is the least."""
@@ -269,10 +281,7 @@ class Moments:
         return torch.stack(rows) if rows else self.exp_avg_sq.new_zeros(0)
 
     def with_variance(self, *, compact: bool = True, largest: Sequence[float] | None = None) -> list[bool]:
-        """Return for each parameter whether an element has a variance, in the form that steps read.
-
-        In one fetch, or none if :meth:`largest_variances` are known.
-        """
+        """Return for each parameter whether an element has a variance, in the form that steps read, in one fetch."""
         rows = self.largest_variances().tolist() if largest is None else largest
         if self.codes.numel():
             varies = [code != ZERO_CODE for code in rows]
@@ -316,11 +325,9 @@ class ParameterState(dict[str, Any]):
         return [self[name] for name in self]
 
     def copy(self) -> dict[str, Any]:
-        """Return the values that there are now."""
         return dict(self)
 
     def __or__(self, other: Any) -> Any:
-        """Return the values that there are now, with others beside them."""
         return dict(self) | other
 
     def __reduce__(self) -> Any:
@@ -328,7 +335,6 @@ class ParameterState(dict[str, Any]):
         return dict, (dict(self),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterState:
-        """Return an entry of the copied optimizer."""
         return ParameterState(deepcopy(self._read, memo))
 
 
@@ -341,32 +347,17 @@ def follow_moments(entries: Iterable[Any]) -> None:
 
 @dataclass(frozen=True)
 class ExtraState:
-    """A state tensor that an algorithm has beyond Adam's two moments, by its name in ``optimizer.state``.
-
-    ``per`` is "element" (float32, flat), "parameter" (float32) or "group" (float64). ``always``: groups that are never
-    compressed have it too. ``plain``: name of its first value in a plain Adam's state, if not ``initial``.
-    """
+    """A state tensor that an algorithm has beyond Adam's two moments, by its name in ``optimizer.state``."""
 
     name: str
-    per: str
+    per: str  # "element" (float32, flat), "parameter" (float32) or "group" (float64)
     initial: float = 0.0
-    always: bool = False
-    plain: str = ""
+    always: bool = False  # groups that are never compressed have it too
+    plain: str = ""  # name of its first value in a plain Adam's state, if not ``initial``
 
 
 class GroupState:
-    """One param group: its options, and the state of its trainable parameters, allocated at once, alike on every rank.
-
-    Attributes:
-        names: The names of the parameters, for checkpoints; ``labels`` are those for messages.
-        in_full: Whether the gradients of each travel in full precision beside messages of integers.
-        steps: [len(params)] float32 on the CPU, steps that each parameter has seen.
-        compressed: Whether the group is ever compressed, and so needs errors and extras.
-        own_rank: This rank's number among all ranks if the param group has a process group of its own, since other
-            ranks may hold other parameters. Else None.
-        own_params: This rank's own parameters, while others stand in their place.
-        still: For each parameter, whether it does not move after the warmup stage; see :meth:`find_still`.
-    """
+    """One param group: its options and the state of its trainable parameters, allocated at once, alike on all ranks."""
 
     def __init__(
         self,
@@ -385,12 +376,13 @@ class GroupState:
         given = options.get("param_names", [f"group{number}.{i}" for i in range(len(options["params"]))])
         named = {p: name for p, name in zip(options["params"], given, strict=True) if p.requires_grad}
         self.params, self.names = list(named), list(named.values())  # a tensor given twice counts once
-        self.labels = list(self.names)
+        self.labels = list(self.names)  # for messages; names are for checkpoints
         if "param_names" not in options:
             self.labels = [f"{name} of shape {list(p.shape)}" for p, name in named.items()]
-        self.compressed = compressed = not options["non_freeze"]
-        self.in_full = [travels_in_full(p) for p in self.params]
+        self.compressed = compressed = not options["non_freeze"]  # ever, and so with errors and extras
+        self.in_full = [travels_in_full(p) for p in self.params]  # beside messages of integers
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
+        # among all ranks, if the param group has a process group of its own, so that others may hold other parameters
         self.communicator, self.own_rank = communicator, own_rank
         device = self.params[0].device if self.params else communicator.device
         self.compact = compact and compressed
@@ -398,10 +390,10 @@ class GroupState:
         self.shared_out = shared_out and compressed and own_rank is None and communicator.world_size > 1
         self.moments = Moments(self.layout, device, self.room_for_shards(device))
         self.errors = GroupErrors(self.layout, communicator, device, compact=self.compact, used=compressed)
-        self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")
-        self.still = [False] * len(self.params)
+        self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")  # that each parameter has seen
+        self.still = [False] * len(self.params)  # which do not move after the warmup stage; see find_still()
         self.extras = tuple(extra for extra in extras if compressed or extra.always)
-        self.own_params: list[Tensor] | None = None
+        self.own_params: list[Tensor] | None = None  # this rank's, while others stand in their place
         sizes = {"element": self.layout.numel, "parameter": len(self.params), "group": 1}
         self.extra = {
             e.name: torch.full(
@@ -411,14 +403,6 @@ class GroupState:
         }
 
     # -- errors -------------------------------------------------------------------------------------------------------
-
-    @property
-    def worker_error(self) -> Tensor:
-        return self.errors.worker
-
-    @property
-    def server_error(self) -> Tensor:
-        return self.errors.server
 
     @property
     def feedback(self) -> list[ErrorFeedback]:
@@ -455,8 +439,8 @@ class GroupState:
     def end_compressed_step(self) -> None:
         """Drop what a compressed step has used up."""
         self.moments.settle()
-        if self.communicator.world_size == 1 and self.worker_error.numel():
-            self.errors.take(self.worker_error.new_empty(0), self.server_error.new_empty(0))
+        if self.communicator.world_size == 1 and self.errors.worker.numel():
+            self.errors.take(self.errors.worker.new_empty(0), self.errors.server.new_empty(0))
 
     @property
     def device(self) -> torch.device:
@@ -514,6 +498,25 @@ class GroupState:
         self.still = [
             self.compressed and numel > 0 and not each for numel, each in zip(self.layout.numels, varies, strict=True)
         ]
+
+    def take_adam_step(self, grads: Sequence[Tensor | None], *, fused: bool) -> None:
+        """Take a step of Adam of the parameters that have a gradient. What else it needs is made once."""
+        rows = [index for index, grad in enumerate(grads) if grad is not None]
+        fused = fused and not self.options["eps_inside_sqrt"]
+        kept, buffers = self.moments.adam, (self.exp_avg, self.exp_avg_sq)
+        if kept is None or kept.made_of != (rows, fused) or any(map(is_not, kept.buffers, buffers)):
+            params, steps = [self.params[index] for index in rows], [self.steps[index] for index in rows]
+            first, second = ([self.view(buffer, index) for index in rows] for buffer in buffers)
+            kept = self.moments.adam = KeptAdam((rows, fused), buffers, AdamTensors([], params, first, second, steps))
+        counts = self.steps[rows].tolist() if fused and not reads_at_once(self.device) else ()
+        if counts != kept.counted:  # else the counts of the plan go on
+            kept.tensors.steps = [*numbers_on(self.device, counts).unbind()]
+        kept.tensors.grads = [grad for grad in grads if grad is not None]
+        kept.plan = adam_step_(kept.tensors, self.options, fused=fused, plan=kept.plan)
+        kept.tensors.grads = []
+        if counts:
+            self.steps[rows] += 1
+            kept.counted = [count + 1 for count in counts]
 
     def freeze_variance(self, first: Sequence[float], second: Sequence[float], floor: float) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, at the end of the warmup stage."""

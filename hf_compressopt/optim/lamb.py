@@ -191,7 +191,7 @@ class OnebitLamb(CompressedOptimizer):
 
     Args:
         params: As for OnebitAdam.
-        lr: Learning rate.
+        lr: Learning rate, >= 0.
         max_coeff: Upper bound of the trust ratio in the warmup stage.
         min_coeff: Lower bound of it, >= 0.
         coeff_beta: Coefficient of its running average, in [0, 1).

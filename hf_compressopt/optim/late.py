@@ -15,18 +15,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.ddp import GradientBucket
 from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce
+from hf_compressopt.collectives.gradients import GradientBucket
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, Segment, all_finite, sum_of_squares
+from hf_compressopt.kernels.memory import reads_at_once
 from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.schedules import StepPlan
+
+if TYPE_CHECKING:
+    from hf_compressopt.optim.agreement import StepGradients
 
 #: Name of the tensor that holds what the next step's messages follow from: :class:`LastNorm`, and the loss scale.
 LATE_CLIP = "late_clip"
@@ -39,66 +43,47 @@ Key = tuple[int, int]  # number of the param group, first element of the bucket
 
 
 class LastNorm(NamedTuple):
-    """The norms that clipping found in the last step that was taken, alike on all ranks.
+    """The norms that clipping found in the last step that was taken, alike on all ranks."""
 
-    Attributes:
-        norm: The norm of the mean gradient, before clipping.
-        max_norm: The norm that it was clipped to.
-        usual: The root of the mean square of the ranks' own norms; NaN if it was not measured.
-    """
-
-    norm: float
-    max_norm: float
-    usual: float
+    norm: float  # of the mean gradient, before clipping
+    max_norm: float  # that it was clipped to
+    usual: float  # the root of the mean square of the ranks' own norms; NaN if it was not measured
 
 
 class Backward:
-    """One backward pass on one rank: the coefficient of the gradients that are sent in it.
-
-    Attributes:
-        loss_scale: Factor that the gradients carry.
-    """
+    """One backward pass on one rank: the coefficient of the gradients that are sent in it."""
 
     def __init__(self, last: LastNorm | None, loss_scale: float, world_size: int) -> None:
         """Begin with no gradient. Without ``last`` gradients are not clipped."""
-        self.loss_scale = loss_scale
-        self._last, self._squares = last, list[Tensor]()
+        self.loss_scale = loss_scale  # that the gradients carry
+        self._last, self._squares = last, dict[Key, Tensor]()
         self._total: Tensor | None = None
         # the ranks' own norms are at most so much larger than that of the mean if they are alike
         self._usual = 0.0 if last is None else last.usual
         if last is not None and not math.isfinite(last.usual):
             self._usual = math.sqrt(world_size) * last.norm
 
-    @property
-    def square(self) -> float:
-        """The sum of squares of sent gradients, without loss scale, if they are clipped; in any order, in one fetch."""
-        squares = [square.to(self._squares[0].device) for square in self._squares]
-        return math.fsum(torch.stack(squares).tolist()) if squares else 0.0
+    def square(self, device: torch.device) -> Tensor:
+        """Return the sum of squares of sent gradients, [] float64, without loss scale, if they are clipped, else 0."""
+        squares = [self._squares[key].to(device) for key in sorted(self._squares)]  # buckets come in any order
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
 
     def coefficient(self) -> float:
         """Return the clip coefficient of gradients that have not grown."""
         return 1.0 if self._last is None else min(1.0, self._last.max_norm / (self._last.norm + 1e-6))
 
-    def growth(self, segments: Sequence[Segment], device: torch.device) -> Tensor | None:
-        """Return what growth takes off the coefficient of gradients that are sent now, [] float64 on the device.
-
-        None if they are not clipped. They carry the loss scale; nothing is fetched.
-        """
+    def growth(self, key: Key, segments: Sequence[Segment], device: torch.device) -> Tensor | None:
+        """Return the factor, [] float64, that growth of scaled gradients takes off the coefficient; None unclipped."""
         if self._last is None:
             return None
         parts = [segment.part for segment in segments if segment.tensor is not None]
         square = sum_of_squares(parts, device) / self.loss_scale**2
-        self._squares.append(square)
+        self._squares[key] = square
         self._total = square if self._total is None else square + self._total.to(device)
         own, known = self._total.sqrt(), self._last.norm
         norm = known * own / self._usual if self._usual > 0 else own
         coefficient = torch.clamp(self._last.max_norm / (norm + 1e-6), max=1.0)
         return torch.where(own > GROWTH * self._usual, coefficient / self.coefficient(), 1.0)
-
-
-def reads_at_once(device: torch.device) -> bool:
-    """Return whether the host reads numbers of the device without waiting for work that is queued there."""
-    return device.type == "cpu"
 
 
 def _times(segments: Sequence[Segment], factor: Tensor) -> list[Segment]:
@@ -108,30 +93,17 @@ def _times(segments: Sequence[Segment], factor: Tensor) -> list[Segment]:
     return [s if s.tensor is None else replace(s, tensor=next(products), start=0) for s in segments]
 
 
-@dataclass(frozen=True)
-class Early:
-    """A bucket whose messages are back before the step.
-
-    Attributes:
-        average: The compressed mean.
-        errors: The new errors.
-        finite: Whether the average is finite; alike on all ranks.
-    """
+class Early(NamedTuple):
+    """A bucket whose messages are back before the step: the compressed mean, and the new errors."""
 
     average: Average
     errors: ErrorFeedback
-    finite: bool
+    finite: Tensor  # [] bool, whether the average is; alike on all ranks
 
 
 @dataclass
 class SignBucket(GradientBucket):
-    """A bucket of a param group whose momentum is sent as signs. Nothing is written into the gradients.
-
-    Attributes:
-        state: The param group.
-        feedback: The errors of the bucket, which are read only.
-        messages: The optimizer's messages.
-    """
+    """A bucket of a param group whose momentum is sent as signs. Nothing is written into gradients and errors."""
 
     waits_in_step: ClassVar[bool] = True
     state: GroupState
@@ -142,27 +114,24 @@ class SignBucket(GradientBucket):
         return f"signs, {self.state.form.scale_block} to a scale"
 
     @classmethod
-    def average(cls, run: Sequence[SignBucket], grads: Mapping[Tensor, Tensor | None]) -> Task[tuple[Tensor, Any]]:
-        messages, state, ranks = run[0].messages, run[0].state, run[0].communicator
-        zs, old, new = [], [bucket.feedback for bucket in run], [bucket.feedback.like() for bucket in run]
+    def average(cls, run: Sequence[SignBucket], grads: Mapping[Tensor, Tensor | None]) -> Task[tuple[None, Any]]:
+        messages, old, new = run[0].messages, [b.feedback for b in run], [b.feedback.like() for b in run]
+        zs = [messages.message(b.state, b.bucket, [grads.get(param) for param in b.params]) for b in run]
         for bucket in run:
-            mine = [grads.get(param) for param in bucket.params]
-            zs.append(messages.message(bucket.state, bucket.bucket, mine))
             messages.keep(bucket.key, None)
-        averages = yield from all_reduce(zs, old, state.form, ranks, new)
-
-        def finish(finite: bool) -> None:
-            for bucket, average, errors in zip(run, averages, new, strict=True):
-                messages.keep(bucket.key, Early(average, errors, finite))
-
-        return ~torch.stack(list(map(all_finite, averages))).all(), finish
+        task = all_reduce(zs, old, run[0].state.form, run[0].communicator, new)
+        del zs, grads  # gradients may be freed while their messages travel
+        averages = yield from task
+        for bucket, average, errors in zip(run, averages, new, strict=True):
+            messages.keep(bucket.key, Early(average, errors, all_finite(average)))
+        return None, lambda dropped: None
 
     @property
     def key(self) -> Key:
         return self.state.number, self.bucket.start
 
     def hand_over(self, finish: Callable[[], object]) -> None:
-        self.messages.await_later(finish)
+        self.messages.finish = finish
 
 
 _UNCLIPPED = LastNorm(0.0, math.inf, math.inf)  # any gradient is below this
@@ -176,7 +145,6 @@ class _Made(NamedTuple):
 
     @classmethod
     def of(cls, grad: Tensor | None) -> _Made | None:
-        """Return what identifies a gradient."""
         return None if grad is None else cls(ref(grad), grad._version)
 
 
@@ -190,31 +158,20 @@ class EarlyMessages:
     """The messages of one optimizer that are sent during backward.
 
     A step takes a param group's messages only if all of them were sent in the backward pass before it, and if its
-    gradients are on all ranks those that the backward pass has computed: the same tensors, which nobody has changed
-    but a gradient scaler. Else, and in every other step, messages are made in ``step()``. A change after the ranks have
+    gradients are on all ranks those that the backward pass has computed: the same tensors, which nobody has changed but
+    a gradient scaler. Else, and in every other step, messages are made in ``step()``. A change after the ranks have
     agreed on that, as they do when they clip, comes too late for the step.
-
-    Attributes:
-        enabled: Whether messages may be sent during backward at all; in one rank's run none do.
-        always: Whether the messages of every step are sent during backward, so that one without clipping says so.
-        agreed: Whether the ranks have agreed on the messages that count, or there are none.
     """
 
-    always = False
+    always = False  # whether the messages of every step are, so that a step without clipping says so
 
-    def __init__(
-        self,
-        enabled: bool,
-        groups: ParamGroups,
-        tensors: dict[str, Tensor],
-        prepare: Prepare,
-    ) -> None:
+    def __init__(self, enabled: bool, groups: ParamGroups, tensors: dict[str, Tensor], prepare: Prepare) -> None:
         self.enabled, self._tensors, self._prepare = enabled, tensors, prepare
         self._states, self._communicator, self._follow = groups
-        self.agreed = True
+        self.agreed = True  # the ranks have agreed on the messages that count, or there are none
         self._arrived: dict[Key, Early | None] = {}  # those that count; None while one is on its way
-        self._finite: dict[Key, bool] = {}  # of those that have arrived, whether they still count or not
-        self._finish: Callable[[], object] | None = None  # awaits what is on its way
+        self._finite: dict[Key, Tensor | None] = {}  # of all that were sent, whether they still count or not
+        self.finish: Callable[[], object] | None = None  # awaits what is on its way
         self._made_from: dict[int, list[_Made | None]] = {}  # the gradients after backward, by param group
         self._noted: LastNorm | None = None  # in the step under way
         self._plan: StepPlan  # of the coming step
@@ -224,7 +181,7 @@ class EarlyMessages:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but messages: those of a copy are made in its step."""
-        none: dict[str, Any] = {"agreed": True, "_arrived": {}, "_finite": {}, "_finish": None, "_made_from": {}}
+        none: dict[str, Any] = {"agreed": True, "_arrived": {}, "_finite": {}, "finish": None, "_made_from": {}}
         return self.__dict__ | none
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -232,7 +189,7 @@ class EarlyMessages:
     def due(self, plan: StepPlan, before: StepPlan) -> bool:
         """Return whether messages are sent in the coming backward pass; alike on all ranks.
 
-        They do in all compressed steps but the first, before which replicas may still be made alike, if it is known by
+        They are in all compressed steps but the first, before which replicas may still be made alike, if it is known by
         which norm to clip, or that gradients are not clipped.
         """
         self._plan = plan
@@ -242,20 +199,13 @@ class EarlyMessages:
             return False
         return self._unclipped if LATE_CLIP not in self._tensors else self._last_norm() is not None
 
-    def buckets(
-        self, loss_scale: float | None = None, *, owner: int = 0, present: Collection[Tensor] | None = None
-    ) -> list[GradientBucket]:
-        """Return the buckets that are sent, and drop what an earlier backward pass has sent of these param groups.
-
-        See :meth:`~hf_compressopt.optim.warmup.WarmupGradients.buckets` for the arguments.
-        """
+    def buckets(self, loss_scale: float | None, *, owner: int, present: Collection[Tensor]) -> list[GradientBucket]:
+        """Return the buckets that are sent, and drop what an earlier backward pass has sent of these param groups."""
         self.begin(loss_scale)
-        here = None if present is None else set(present)
+        here = set(present)
         found: list[GradientBucket] = []
         for state in self._states:
-            if not state.compressed or state.own_rank is not None:
-                continue
-            if here is not None and not here.issuperset(state.params):
+            if not state.compressed or state.own_rank is not None or not here.issuperset(state.params):
                 continue
             self._drop(state)
             self._made_from.pop(state.number, None)
@@ -277,7 +227,7 @@ class EarlyMessages:
         """Return what is sent of a bucket, (1): of gradients with the loss scale."""
         z = self._prepare(self._plan, state, bucket, grads)
         beta, segments = z.beta * self.backward.coefficient() / self.backward.loss_scale, z.grads or ()
-        growth = self.backward.growth(segments, state.device)
+        growth = self.backward.growth((state.number, bucket.start), segments, state.device)
         if growth is None:
             return replace(z, beta=beta)
         if reads_at_once(growth.device):  # which takes less than a pass over the gradients
@@ -288,19 +238,13 @@ class EarlyMessages:
         """Record a sent message (None) or its result, unless the message has been dropped."""
         if early is None or key in self._arrived:
             self._arrived[key] = early
-        if early is not None and key in self._finite:
-            self._finite[key] = early.finite
-        elif early is None:
-            self._finite[key] = True
-
-    def await_later(self, finish: Callable[[], object]) -> None:
-        """Take what awaits the messages, in the step."""
-        self._finish = finish
+        if early is None or key in self._finite:
+            self._finite[key] = None if early is None else early.finite
 
     def _await(self) -> None:
         """Await the sent messages. All ranks call this at the same places, also ranks that dropped some."""
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
+        if self.finish is not None:
+            finish, self.finish = self.finish, None
             finish()
 
     def note_gradients(self) -> None:
@@ -311,6 +255,13 @@ class EarlyMessages:
                 self._made_from[state.number] = [_Made.of(param.grad) for param in state.params]
 
     # -- the step -----------------------------------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """Send what the coming step needs, if it was not sent. All ranks call."""
+
+    def put_into(self, gradients: StepGradients) -> None:
+        """Merge what was sent into this step."""
+        gradients.left = self.left(gradients.groups)
 
     def left(self, gradients: Sequence[Grads]) -> frozenset[int]:
         """Return the ids of the gradients, one list per param group, that are in messages already.
@@ -340,24 +291,22 @@ class EarlyMessages:
             key: early for key, early in self._arrived.items() if all(list(key) in keys for keys in everyone)
         }
 
-    @property
-    def not_finite(self) -> bool:
-        """True if an average that was sent during backward is not finite, whether it still counts or not. Awaits them.
+    def overflow(self) -> Tensor | None:
+        """Await the sent messages; return infinity if an average is not finite, else 0, [] float64; None without any.
 
-        All ranks ask at the same places, and get the same answer.
+        All ranks ask at the same places, and get the same answer, whether the averages still count or not.
         """
         self._await()
-        return not all(self._finite.values())
+        finite = [flag.to(self._communicator.device) for flag in self._finite.values() if flag is not None]
+        return torch.where(torch.stack(finite).all(), 0.0, math.inf).double() if finite else None
 
     @property
     def signature(self) -> list[Key]:
         """The buckets whose sent messages count, for ranks to compare."""
         return sorted(self._arrived)
 
-    def take(self, state: GroupState, bucket: Bucket, feedback: ErrorFeedback) -> Average | None:
+    def take_average(self, state: GroupState, bucket: Bucket, feedback: ErrorFeedback) -> Average | None:
         """Return the compressed mean of a bucket whose messages were sent, and write its errors; None if none were."""
-        if not self.enabled and not self._arrived:
-            return None
         self._await()
         early = self._arrived.pop((state.number, bucket.start), None)
         if early is None:
@@ -374,13 +323,9 @@ class EarlyMessages:
             self._noted = LastNorm(first, min(self._noted.max_norm, max_norm), self._noted.usual)
 
     def note_loss_scale(self, scale: float) -> None:
-        """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it.
-
-        Messages that were sent under another one are dropped: they are sent once more, in the step. Others still count
-        after the scaler has divided their gradients; see :meth:`note_unscaled`.
-        """
+        """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it."""
         if scale != self._assumed_scale:
-            self.drop()
+            self._forget()  # they are sent once more, in the step
         self._loss_scale = self._assumed_scale = scale
         for state in self._states if self._made_from else ():
             if not self._made_from_these(state, [param.grad for param in state.params]):
@@ -393,13 +338,16 @@ class EarlyMessages:
             self._tensors[LATE_CLIP][3] = scale
 
     def note_unscaled(self) -> None:
-        """Take note that a gradient scaler has changed the gradients since :meth:`note_loss_scale`."""
+        """Record that a gradient scaler has changed the gradients since :meth:`note_loss_scale`."""
         for number in self._made_from:
             state = self._states[number]
             self._made_from[number] = [_Made.of(param.grad) for param in state.params]
 
     def drop(self) -> None:
         """Drop the sent messages, and keep the errors. The next step or backward pass awaits them."""
+        self._forget()
+
+    def _forget(self) -> None:
         self._arrived, self._finite, self._made_from = {}, {}, {}
         self.agreed = True
 
@@ -417,11 +365,11 @@ class EarlyMessages:
         self._unclipped = self._noted is None if taken else self._unclipped
         self._noted = None
         self._await()
-        self.drop()
+        self._forget()
 
     def state_loaded(self) -> None:
         """Drop everything that is not in the state that was loaded."""
-        self.drop()
+        self._forget()
         self._noted, self._unclipped = None, False
         if LATE_CLIP in self._tensors:
             self._loss_scale = float(self._tensors[LATE_CLIP][3])
@@ -443,9 +391,3 @@ class EarlyMessages:
             return None
         last = LastNorm(*self._tensors[LATE_CLIP][:3].tolist())
         return last if math.isfinite(last.norm) and last.max_norm > 0 else None
-
-
-def check_late_clip(tensor: Tensor) -> None:
-    """Check the last norm of a checkpoint."""
-    if tensor.dtype != torch.float64 or tensor.shape != (4,):
-        raise ValueError(f"{LATE_CLIP!r} must be float64 [4], got {tensor.dtype} {list(tensor.shape)}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hf_compressopt.kernels import sum_of_squares
-from hf_compressopt.kernels.adam import AdamStep, AdamTensors, adam_
+from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
 from hf_compressopt.kernels.memory import in_memory
 
 _CHUNK = 1 << 18  # elements of which a wider copy may be made
@@ -37,7 +37,6 @@ def known_clip_factor(norm: float, max_norm: float) -> float:
 
 
 def in_float32(number: float) -> float:
-    """Return a number rounded to float32."""
     return c_float(number).value
 
 
@@ -47,37 +46,25 @@ def denominator(variance: Tensor, eps: float, eps_inside_sqrt: bool) -> Tensor:
 
 
 def adam_step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    group: dict[str, Any],
-    *,
-    fused: bool = False,
-) -> None:
+    tensors: AdamTensors, group: dict[str, Any], *, fused: bool = False, plan: AdamPlan | None = None
+) -> AdamPlan | None:
     """Take one step of Adam with decoupled weight decay (AdamW, arXiv 1711.05101, Algorithm 2), in place.
 
     It is torch's own arithmetic, bit for bit, where torch has the algorithm, unless ``fused``. Parameters of lower
-    precision than float32 are updated in float32 and rounded once.
+    precision than float32 are updated in float32 and rounded once. Counts of steps lie on the host unless fused, which
+    returns a plan for the next step.
     """
-    if not params:
-        return
+    if not tensors.params:
+        return plan
     (beta1, beta2), lr = group["betas"], group["lr"]
     shared = {"beta1": float(beta1), "beta2": float(beta2), "eps": group["eps"], "weight_decay": group["weight_decay"]}
-    moments = list(exp_avgs), list(exp_avg_sqs)
-    if fused and not group["eps_inside_sqrt"]:
-        nothing: list[Tensor | None] = [None] * len(params)
-        counts = list(torch.stack(list(steps)).to(params[0].device).unbind())
-        tensors = AdamTensors(list(grads), list(params), *moments, counts, masters=nothing, copies=nothing)
-        adam_(tensors, AdamStep(lr=lr, bias_correction=group["bias_correction"], **shared))
-        for step in steps:
-            step += 1
-        return
+    if fused:
+        return adam_(tensors, AdamStep(lr=lr, bias_correction=group["bias_correction"], **shared), plan)
+    params, moments, steps = tensors.params, (tensors.exp_avgs, tensors.exp_avg_sqs), tensors.steps
     wide = [p if p.dtype == torch.float32 else p.float() for p in params]
-    grads = [g if g.dtype == torch.float32 else g.float() for g in grads]
+    grads = [g if g.dtype == torch.float32 else g.float() for g in tensors.grads]
     if group["bias_correction"] and not group["eps_inside_sqrt"]:
-        adamw(wide, grads, *moments, [], list(steps), amsgrad=False, maximize=False, lr=lr, **shared)
+        adamw(wide, grads, *moments, [], steps, amsgrad=False, maximize=False, lr=lr, **shared)
     else:
         for p, g, m, v, step in zip(wide, grads, *moments, steps, strict=True):
             advance_moments_(g, m, v, step, group)
@@ -87,6 +74,7 @@ def adam_step_(
     for p, result in zip(params, wide, strict=True):
         if p is not result:
             p.copy_(result)
+    return plan
 
 
 def correct_bias_(moment: Tensor, count: float, beta: float) -> None:
@@ -103,7 +91,8 @@ def floor_variance_(exp_avg_sq: Tensor, floor: float) -> None:
 
 def sum_of(tensor: Tensor) -> Tensor:
     """Return the sum of all elements, [] float64, by chunks: torch makes a float64 copy of the tensor that it sums."""
-    parts = [chunk.sum(dtype=torch.float64) for chunk in torch.split(tensor.detach().view(-1), _CHUNK)]
+    numel = _CHUNK if tensor.is_cpu else _CHUNK << 6  # 128 MiB of float64 on a GPU, which counts launches
+    parts = [chunk.sum(dtype=torch.float64) for chunk in torch.split(tensor.detach().view(-1), numel)]
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=tensor.device)
 
 

@@ -27,9 +27,8 @@ from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination
 from hf_compressopt.optim.agreement import CLIPS
 from hf_compressopt.optim.base import CompressedOptimizer
-from hf_compressopt.optim.group import GroupState, ParamGroups
+from hf_compressopt.optim.group import GroupState
 from hf_compressopt.optim.options import MAX_UPDATE, check_at_least
-from hf_compressopt.optim.sharded import FreedGradients
 from hf_compressopt.schedules import StepPlan
 
 
@@ -43,16 +42,13 @@ class OnebitAdam(CompressedOptimizer):
 
     Args:
         params: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
-        lr: Learning rate.
-        fused_warmup: Take the steps of the warmup stage in one pass of a native kernel: faster, and torch's AdamW
-            except for rounding; with False its bits. None does so unless ``warmup_bits`` is 32. (The compressed stage
-            is native anyway.)
-        overlap_comm: Send the messages of the compressed stage during backward, clipped by the norm of the step before
+        lr: Learning rate, >= 0.
+        fused_warmup: Take warmup steps in one pass of a native kernel: faster, and torch's AdamW except for rounding;
+            False is bitwise torch's AdamW. None is True unless ``warmup_bits`` is 32.
+        overlap_comm: Send messages of the compressed stage during backward, clipped by the norm of the step before
             (``clip="late"``).
-        max_update: Learning rates that an element of a parameter moves at most in a step of the compressed stage,
-            beside the weight decay, >= 0; None or 0 is off. It bounds what a variance that is out of date can do.
-        state: "compact" keeps errors in 8 bits, and after the warmup stage the variance too, on a logarithmic scale;
-            the momentum is then the last message itself. "float32" keeps everything in float32.
+        max_update: Largest change of an element in a step of the compressed stage, in learning rates and without the
+            weight decay, >= 0; None or 0 is off. It bounds the effect of an outdated variance.
         **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`. Papers put ``freeze_step`` at
             15-25 % of all steps.
 
@@ -88,18 +84,11 @@ class OnebitAdam(CompressedOptimizer):
             raise ValueError(
                 "overlap_comm=True needs clip='sketch', got 'local': messages leave before the norm is known"
             )
-        frees = options.get("zero_stage") == 2
-        if (frees or overlap_comm) and options.get("clip", "sketch") == "sketch":
+        if (options.get("zero_stage") == 2 or overlap_comm) and options.get("clip", "sketch") == "sketch":
             options["clip"] = "late"
         super().__init__(params, lr, state=state, **options)
         if fused_warmup is not None:
             self._fused_warmup = fused_warmup
-        if frees:
-            self.early_messages.always = True
-            groups = ParamGroups(self._states, self.communicator, self._follow_parameters)
-            act, bits = (self._begin_step, self._prepare), self.warmup_bits
-            self.freed = FreedGradients(groups, self.early_messages, *act, bits=bits, clips=self.max_grad_norm > 0)
-            self._consensus.freed = self.freed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -119,11 +108,6 @@ class OnebitAdam(CompressedOptimizer):
         All ranks call.
         """
         super().zero_grad(set_to_none)
-        if self.freed is not None:
-            self.freed.drop()
-
-    def _state_loaded(self) -> None:
-        super()._state_loaded()
         if self.freed is not None:
             self.freed.drop()
 

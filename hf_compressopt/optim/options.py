@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ def check_count(name: str, value: Any, low: int = 1) -> None:
 
 
 def check_scale_block(value: Any) -> None:
-    """Check that value is None or a positive multiple of 8."""
     if value is not None and (not isinstance(value, int) or value < 1 or value % SIGNS_PER_BYTE):
         raise ValueError(f"scale_block must be a positive multiple of {SIGNS_PER_BYTE}, or None, got {value!r}")
 
@@ -68,12 +68,16 @@ def check_betas(betas: Any) -> None:
             raise ValueError(f"betas[{index}] must be in [0, 1), got {beta!r}")
 
 
-def check_names(names: Sequence[str], count: int) -> None:
+def names_by_group(own: Sequence[Sequence[str]], given: Sequence[str] | None) -> list[list[str]]:
+    """Return names per param group: those given, a different one for each in their order, or else ``own``."""
+    names, count = list(chain.from_iterable(own) if given is None else given), sum(map(len, own))
     if len(names) != count or len(set(names)) != len(names):
         raise ValueError(
             f"there must be a different name for each of the {count} trainable parameters, got {len(names)} names, "
             f"{len(set(names))} different ones: give names=..."
         )
+    rest = iter(names)
+    return [[next(rest) for _ in group] for group in own]
 
 
 def check_group(group: dict[str, Any], number: int) -> None:
@@ -237,7 +241,6 @@ def group_from_plain(group: dict[str, Any]) -> dict[str, Any]:
 def check_zero_stage(
     stage: Any, name: str, stages: Sequence[int], warmup_bits: int, state: str, clip: str = "sketch"
 ) -> None:
-    """Check ``zero_stage``, and what it needs."""
     if isinstance(stage, bool) or not isinstance(stage, int):
         raise TypeError(f"zero_stage must be an int, one of {list(stages)}, got {stage!r}")
     if stage and tuple(stages) == (0,):

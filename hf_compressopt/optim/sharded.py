@@ -35,36 +35,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.collectives.backward import BackwardPasses
+from hf_compressopt.collectives.backward import BackwardPasses, warn_unguarded
 from hf_compressopt.collectives.errors import keep_, scale_
 from hf_compressopt.collectives.exchange import (
     ErrorFeedback,
     Pipeline,
     Task,
     all_gather,
-    all_reduce,
     gather_messages,
     own_message,
     reduce_scatter,
     run_tasks,
     summed,
 )
-from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.flat import Bucket, chunk_numel
-from hf_compressopt.kernels import Average, Combination, Errors, IntegerFormat, Segment, all_finite, sum_of_squares
-from hf_compressopt.kernels.errors import like_errors, tensor_of
+from hf_compressopt.kernels import Combination, Errors, IntegerFormat, Segment, sum_of_squares
+from hf_compressopt.kernels.adam import AdamTensors
+from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, like_errors, tensor_of, top_of_variance
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
-from hf_compressopt.kernels.variance import NO_TOP, encode_variance_, top_of_variance
 from hf_compressopt.optim.agreement import Grads, MeanNorm, StepGradients, find_fault
 from hf_compressopt.optim.group import GroupState, MomentShards, ParamGroups, part_of
-from hf_compressopt.optim.late import Early, EarlyMessages, Key, Prepare
+from hf_compressopt.optim.late import EarlyMessages, Key, Prepare, SignBucket
 from hf_compressopt.optim.math import adam_step_, correct_bias_, sum_of
 from hf_compressopt.schedules import StepPlan
 
@@ -97,7 +95,7 @@ def _present(states: Sequence[GroupState], gradients: Grads, sent: FreedGradient
         mine += map(float, [grad is not None for grad in gradients[state.number]] if left is None else left)
     flags = numbers_on(communicator.device, mine)
     communicator.all_reduce(flags, op="max").wait()
-    rest = iter(flags.tolist())
+    rest = iter(mine if all(mine) else flags.tolist())
     return [[next(rest) > 0 for _ in state.params] for state in states]
 
 
@@ -169,10 +167,12 @@ def _update(state: GroupState, number: int, mean: Tensor, present: Sequence[bool
     change = torch.zeros_like(mean)
     wholes = change, mean, shards.exp_avg[number], shards.exp_avg_sq[number]
     changes, means, firsts, seconds = ([part_of(whole, span) for span in spans] for whole in wholes)
-    steps = [state.steps[span.index].clone() for span in spans]
+    fused = fused and not state.options["eps_inside_sqrt"]
+    counts = [state.steps[span.index].item() for span in spans]
+    steps = [*numbers_on(state.device if fused else state.steps.device, counts).unbind()]
     # Adam's step of parameters that are 0 and do not decay is the change
     options = {**state.options, "weight_decay": 0.0}
-    adam_step_(changes, means, firsts, seconds, steps, options, fused=fused)  # (2)
+    adam_step_(AdamTensors(means, changes, firsts, seconds, steps), options, fused=fused)  # (2)
     return change
 
 
@@ -271,78 +271,61 @@ def _gather_variance(state: GroupState, number: int, tops: Sequence[int]) -> Tas
 # -- zero_stage=2 -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _SentMean:
+class _SentMean(NamedTuple):
     """The mean of this rank's chunk of a bucket, [n_own] float32, and the new worker errors of its message."""
 
     values: Tensor
     errors: tuple[Errors, ...]
 
 
-@dataclass(frozen=True)
-class _SentBucket:
-    """A bucket, its param group, its number there, and its errors."""
+class _Sketch(NamedTuple):
+    """The sketch of gradients with their loss scale, and the sum of their squares."""
 
-    state: GroupState
-    number: int
-    bucket: Bucket
-    feedback: ErrorFeedback
+    y: Tensor  # [4096] float32
+    square: Tensor  # [] float64
 
-    @property
-    def key(self) -> Key:
-        """The number of the param group, and the first element of the bucket."""
-        return self.state.number, self.bucket.start
+    @classmethod
+    def empty(cls, device: torch.device) -> _Sketch:
+        y = torch.zeros(SKETCH_NUMEL, dtype=torch.float32, device=device)
+        return cls(y, torch.zeros((), dtype=torch.float64, device=device))
 
 
 @dataclass
 class _SentGradients:
-    """The gradients that were sent in one backward pass.
+    """The gradients that were sent in one backward pass."""
 
-    Attributes:
-        means: Of the warmup stage, by bucket.
-        returned: Of the compressed stage: the average and the new errors of a bucket.
-        present: For each param group, for which of its parameters this rank had a gradient.
-        tasks: The exchanges that are on their way.
-        sketch: The sketch of the gradients with their loss scale, [4096] float32, and the sum of their squares, []
-            float64; None if it is not taken.
-        waiting: Sketches of single buckets, by number, before their turn to be added.
-        turn: Number of the bucket whose sketch is added next: the order in which buckets are sent changes no bit.
-        fault: The error in a gradient of this rank.
-        is_late: Whether a part of a gradient came after a part of it was sent, or a pass after one that had raised.
-        clipped: Factor by which the means were clipped.
-    """
-
-    means: dict[Key, _SentMean] = field(default_factory=dict)
-    returned: list[tuple[Key, Average, ErrorFeedback]] = field(default_factory=list)
-    present: dict[int, list[bool]] = field(default_factory=dict)
+    means: dict[Key, _SentMean] = field(default_factory=dict)  # of the warmup stage
+    present: dict[int, list[bool]] = field(default_factory=dict)  # by param group: where this rank had a gradient
     tasks: Pipeline = field(default_factory=Pipeline)
-    sketch: tuple[Tensor, Tensor] | None = None
-    waiting: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    turn: int = 0
-    fault: Exception | None = None
-    is_late: bool = False
-    clipped: float = 1.0
+    sketch: _Sketch | None = None  # of all gradients, if one is taken
+    waiting: dict[int, _Sketch] = field(default_factory=dict)  # of buckets, before their turn to be added
+    turn: int = 0  # the bucket whose sketch is added next: the order in which buckets are sent changes no bit
+    fault: Exception | None = None  # in a gradient of this rank
+    is_late: bool = False  # a gradient came after a part of it was sent, or a pass after one that had raised
+    clipped: float = 1.0  # factor of the means
 
 
-class FreedGradients:
-    """The gradients of one optimizer's shared-out groups: a :class:`~hf_compressopt.collectives.backward.Sender`.
+class FreedGradients(EarlyMessages):
+    """Gradients that are sent and freed during backward: a :class:`~hf_compressopt.collectives.backward.Sender`.
 
-    ``loss_scale`` returns the factor of the coming pass; None takes what a gradient scaler has told.
+    They are those of the groups whose moments are shared out. ``loss_scale`` returns the factor of the coming pass;
+    None takes what a gradient scaler has told.
     """
+
+    always = True
 
     def __init__(
         self,
         groups: ParamGroups,
-        early: EarlyMessages,
-        begin: Callable[[], StepPlan],
+        tensors: dict[str, Tensor],
         prepare: Prepare,
+        begin: Callable[[], StepPlan],
         *,
         bits: int,
         clips: bool,
     ) -> None:
-        self._states, self._communicator, self._follow = groups
-        self._early, self._begin, self._prepare = early, begin, prepare
-        self._form, self._clips = IntegerFormat(bits), clips
+        super().__init__(True, groups, tensors, prepare)
+        self._begin_step, self._form, self._clips = begin, IntegerFormat(bits), clips
         self.loss_scale: Callable[[], float] | None = None
         self._passes: BackwardPasses | None = None
         self._sent, self._params = _SentGradients(), list[Tensor]()
@@ -352,7 +335,7 @@ class FreedGradients:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but hooks and messages: a copy hooks its parameters in its first step."""
-        return self.__dict__ | {"_passes": None, "loss_scale": None, "_sent": _SentGradients()}
+        return super().__getstate__() | {"_passes": None, "loss_scale": None, "_sent": _SentGradients()}
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -366,26 +349,25 @@ class FreedGradients:
         params = [param for state in self.states for param in state.params]
         if self._passes is None or len(self._params) != len(params):
             numbers = {param: number for number, param in enumerate(params)}
-            members = [{numbers[row.state.params[p.index]] for p in row.bucket.pieces} for row in self._make_rows()]
+            members = [{numbers[param] for param in bucket.members()} for _, bucket in self._make_rows()]
             if self._passes is not None:
-                self._passes.hooks.require_attached()
-                self._passes.hooks.detach()
+                self._passes.require_attached()
+                self._passes.detach()
             self._passes = BackwardPasses(self, "compressed optimizer (zero_stage=2)", self._communicator)
             self._passes.add(params, members)
             self._params, self._members = params, members
         return self._passes
 
-    def _make_rows(self) -> list[_SentBucket]:
-        """Return the buckets, the last ones of all groups first: backward goes through each group to its beginning."""
+    def _make_rows(self) -> list[tuple[int, SignBucket]]:
+        """Return the buckets with their numbers, the last ones of all groups first, as backward goes."""
         rows = [
-            _SentBucket(state, number, bucket, feedback)
+            (number, SignBucket(bucket, state.params, state.communicator, 0, state, feedback, self))
             for state in self.states
             for number, (bucket, feedback) in enumerate(zip(state.layout.buckets, state.feedback, strict=True))
         ]
-        return sorted(rows, key=lambda row: row.bucket.start / row.state.layout.numel, reverse=True)
+        return sorted(rows, key=lambda row: row[1].bucket.start / row[1].state.layout.numel, reverse=True)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients in ``p.grad`` inside; the next pass outside sends them with its own."""
         return self.attach().no_sync()
 
     def holds_gradients(self) -> bool:
@@ -397,9 +379,8 @@ class FreedGradients:
         return self._passes is not None and self._passes.done
 
     def complete(self) -> None:
-        """Send the gradients of the coming step, if they were not sent. All ranks call."""
         passes = self.attach()
-        passes.hooks.require_attached()
+        passes.require_attached()
         passes.flush()
         if not passes.done:
             passes.empty_pass()
@@ -409,23 +390,22 @@ class FreedGradients:
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> bool:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`.
+        """Begin a pass, and return whether its gradients are sent; alike on all ranks.
 
-        Gradients stay whole in a compressed step of which it is not known by which norm to clip: the first one after
-        the load of a checkpoint of a run that clipped otherwise.
+        They stay whole in a compressed step of which it is not known by which norm to clip: the first one after the
+        load of a checkpoint of a run that clipped otherwise.
         """
-        plan = self._begin()
+        plan = self._begin_step()
         self._sent = _SentGradients(is_late=self._sent.is_late)
-        if not self.states or (plan.stage.number and not self._early.knows_norm):
+        if not self.states or (plan.stage.number and not self.knows_norm):
             return False
-        scale = None if self.loss_scale is None else float(self.loss_scale())
-        self._plan, self._backward = plan, self._early.begin(scale, plan)
+        self.begin(None if self.loss_scale is None else float(self.loss_scale()), plan)
         self._rows = self._make_rows()
         self._parts_to_send = [sum(number in bucket for bucket in self._members) for number in range(len(self._params))]
         self._sent.present = {state.number: [False] * len(state.params) for state in self.states}
         self._starts = self._starts_in_sketch()
-        if plan.stage.number and (self._clips or self._early.measures):
-            self._sent.sketch = _empty_sketch(self._communicator.device)
+        if plan.stage.number and (self._clips or self.measures):
+            self._sent.sketch = _Sketch.empty(self._communicator.device)
         return True
 
     def _starts_in_sketch(self) -> dict[int, int]:
@@ -445,28 +425,26 @@ class FreedGradients:
         return True
 
     def send(self, index: int) -> None:
-        row = self._rows[index]
-        state, bucket, old = row.state, row.bucket, row.feedback
-        grads: list[Tensor | None] = [None] * len(state.params)
+        number, row = self._rows[index]
+        state, bucket, sent = row.state, row.bucket, self._sent
+        grads: dict[Tensor, Tensor | None] = {}
         for piece in bucket.pieces:
             param = state.params[piece.index]
             fault = find_fault([param], [param.grad], [state.names[piece.index]])
-            self._sent.fault = self._sent.fault or fault
+            sent.fault = sent.fault or fault
             if param.grad is not None and fault is None:
-                grads[piece.index] = param.grad
-                self._sent.present[state.number][piece.index] = True
-        segments = state.gradient_segments(bucket, grads)
+                grads[param] = param.grad
+                sent.present[state.number][piece.index] = True
+        segments = state.gradient_segments(bucket, [grads.get(param) for param in state.params])
         if not self._plan.stage.number:
-            factor, errors = 1 / self._backward.loss_scale, tuple(map(like_errors, old.worker))
-            mean = _mean_of_chunk(state, row.number, segments, factor, old.worker, errors, self._form)
-            self._sent.tasks.add(self._keep_mean(row.key, mean, errors))
+            factor, old = 1 / self.backward.loss_scale, row.feedback.worker
+            errors = tuple(map(like_errors, old))
+            mean = _mean_of_chunk(state, number, segments, factor, old, errors, self._form)
+            sent.tasks.add(self._keep_mean(row.key, mean, errors))
         else:
-            if self._sent.sketch is not None:
+            if sent.sketch is not None:
                 self._add_to_sketch(index, state, bucket, segments)
-            z, new = self._early.message(state, bucket, grads), old.like()
-            self._early.keep(row.key, None)
-            average = all_reduce([z], [old], state.form, state.communicator, [new])
-            self._sent.tasks.add(self._keep_average(row.key, average, new))
+            sent.tasks.add(SignBucket.average([row], grads))
         for number in self._members[index]:
             self._parts_to_send[number] -= 1
             if not self._parts_to_send[number]:
@@ -474,7 +452,7 @@ class FreedGradients:
 
     def _add_to_sketch(self, index: int, state: GroupState, bucket: Bucket, segments: Sequence[Segment]) -> None:
         sent = self._sent
-        sent.waiting[index] = own = _empty_sketch(state.device)
+        sent.waiting[index] = own = _Sketch.empty(state.device)
         sketch_(segments, self._starts[state.number] + bucket.start, self._plan.step, *own)
         while sent.sketch is not None and sent.turn in sent.waiting:
             for total, part in zip(sent.sketch, sent.waiting.pop(sent.turn), strict=True):
@@ -485,22 +463,13 @@ class FreedGradients:
         values = yield from mean
         self._sent.means[key] = _SentMean(values, errors)
 
-    def _keep_average(self, key: Key, returned: Task[list[Average]], errors: ErrorFeedback) -> Task[None]:
-        (average,) = yield from returned
-        self._sent.returned.append((key, average, errors))
-
     def end_pass(self) -> None:
         for param, parts in zip(self._params, self._parts_to_send, strict=True):
             if not parts:
                 param.grad = None  # also of parameters of no element
         self.attach().done = True
         self._sent.tasks.drain()
-        returned, self._sent.returned = self._sent.returned, []
-        found = [all_finite(average) for _, average, _ in returned]
-        finite = torch.stack(found).tolist() if found else []
-        for (key, average, errors), is_finite in zip(returned, finite, strict=True):
-            self._early.keep(key, Early(average, errors, is_finite))
-        self._early.note_gradients()
+        self.note_gradients()
 
     def interrupted(self) -> None:
         self._sent.is_late = True
@@ -510,22 +479,29 @@ class FreedGradients:
         if self._passes is not None:
             self._passes.flush()
         if self.have_left:
-            self._early.drop()
-        self.end_step()
+            self._forget()
+        self._begin_anew()
 
-    def end_step(self) -> None:
-        """Forget the gradients that were sent: those of another step come next."""
+    def end_step(self, *, taken: bool) -> None:
+        super().end_step(taken=taken)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._sent = _SentGradients()
         if self._passes is not None:
             self._passes.done = False
 
+    def state_loaded(self) -> None:
+        super().state_loaded()
+        self.drop()
+
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def put_into(self, gradients: StepGradients) -> None:
-        """Merge sent gradients into this step."""
-        gradients.freed = self
-        gradients.fault = gradients.fault or self._sent.fault
-        for state in self.states:
+        if self.have_left:
+            gradients.freed = self
+            gradients.fault = gradients.fault or self._sent.fault
+        for state in self.states if self.have_left else ():
             late = [name for p, name in zip(state.params, state.names, strict=True) if p.grad is not None]
             gradients.groups[state.number] = [None] * len(state.params)
             if late or self._sent.is_late:
@@ -535,17 +511,17 @@ class FreedGradients:
                     "no DistributedDataParallel, checkpoint activations with use_reentrant=False, and call "
                     "optimizer.zero_grad(), which drops what has left, after a backward pass that raised"
                 )
+        super().put_into(gradients)
 
     @property
     def signature(self) -> list[Key]:
-        """The buckets of the warmup stage that were sent, for ranks to compare."""
-        return sorted(self._sent.means)
+        return [*super().signature, *sorted(self._sent.means)]
 
-    def require_same(self) -> None:
-        """Check that the same gradients were sent on all ranks."""
+    def agree(self) -> None:
+        """Check that the same gradients were sent on all ranks, too."""
         what = "what has left in backward (did all of them call zero_grad() and backward() alike?)"
-        keys = [*self.signature, *self._early.signature] if self.have_left else []
-        self._communicator.require_equal(what, [list(key) for key in keys])
+        self._communicator.require_equal(what, [list(key) for key in self.signature] if self.have_left else [])
+        super().agree()
 
     @property
     def is_exact(self) -> bool:
@@ -556,9 +532,8 @@ class FreedGradients:
         """Return sums of squares, [] float64, by the factor that makes their sum over the ranks a squared norm."""
         device = self._communicator.device
         if self.is_exact:
-            return {1.0: sum_of_squares([self._sent.means[key].values for key in self.signature], device)}
-        square = torch.tensor(self._backward.square, dtype=torch.float64, device=device)
-        return {1 / self._communicator.world_size: square}
+            return {1.0: sum_of_squares([self._sent.means[key].values for key in sorted(self._sent.means)], device)}
+        return {1 / self._communicator.world_size: self.backward.square(device)}
 
     def contribute(self, mean: MeanNorm) -> None:
         """Merge sent gradients into what is measured for the norm of the mean."""
@@ -572,11 +547,11 @@ class FreedGradients:
                 del mean.sketches[number]  # of nothing
         elif self._sent.sketch is not None:
             sketch, (mine, own) = mean.sketches[number], self._sent.sketch
-            scale = self._backward.loss_scale
+            scale = self.backward.loss_scale
             mean.sketches[number] = sketch._replace(y=sketch.y + mine / scale, square=sketch.square + own / scale**2)
 
     @property
-    def knows_norm(self) -> bool:
+    def is_measured(self) -> bool:
         """True if the norm of the mean gradient can be measured; alike on all ranks."""
         return self.is_exact or self._sent.sketch is not None
 
@@ -605,25 +580,20 @@ class FreedGradients:
         return mean.values
 
     def note_loss_scale(self, scale: float) -> None:
-        """Take over a scaler's factor of the step; in the warmup stage divide it out of what was sent under another."""
+        """Divide the factor out of what the warmup stage has sent under another one; raise in the compressed stage."""
         self.complete()
-        if not self.have_left or scale == self._backward.loss_scale:
-            return
-        before = self._backward.loss_scale
-        if not self.is_exact:
+        before = self.backward.loss_scale if self.have_left else scale
+        if before != scale and not self.is_exact:
             self.drop()
-            self._early.expect_loss_scale(scale)
+            self.expect_loss_scale(scale)
             raise ValueError(
                 f"gradients have left with a loss scale of {before}, and the scaler used {scale}: do not change the "
                 "scale of a hf_compressopt.GradScaler between its update() and backward(). The next step takes it"
             )
-        self._early.expect_loss_scale(scale)
-        self._backward.loss_scale = scale
-        for mean in self._sent.means.values():
-            mean.values.mul_(before / scale)
-            scale_(mean.errors, before / scale)
-
-
-def _empty_sketch(device: torch.device) -> tuple[Tensor, Tensor]:
-    y = torch.zeros(SKETCH_NUMEL, dtype=torch.float32, device=device)
-    return y, torch.zeros((), dtype=torch.float64, device=device)
+        if before != scale:
+            self.expect_loss_scale(scale)
+            self.backward.loss_scale = scale
+            for mean in self._sent.means.values():
+                mean.values.mul_(before / scale)
+                scale_(mean.errors, before / scale)
+        super().note_loss_scale(scale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,15 @@ from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.format.index import NODE_SIZE
 from hf_compressopt.optim.agreement import NOISE, write_log
 from hf_compressopt.optim.group import PIECES, GroupState, check_pieces, take_pieces
-from hf_compressopt.optim.late import LATE_CLIP, check_late_clip
+from hf_compressopt.optim.late import LATE_CLIP
 from hf_compressopt.optim.math import is_zero
 from hf_compressopt.optim.options import check_at_least, check_count, check_group, loadable_group
 from hf_compressopt.schedules import AUTO, Schedule, Stage, Warmup
+
+if TYPE_CHECKING:
+    from hf_compressopt.optim.base import CompressedOptimizer
+
+logger = logging.getLogger(__name__)
 
 #: Key of a state dict for everything that torch's own state dicts have no place for.
 STATE_KEY = "compressopt"
@@ -57,6 +62,27 @@ def load_with_hooks(
         post_hook(optimizer)
 
 
+def matching_groups(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the param groups of a state dict, which must be as large as the optimizer's."""
+    groups: list[dict[str, Any]] = state_dict["param_groups"]
+    sizes, saved = ([len(group["params"]) for group in each] for each in (optimizer.param_groups, groups))
+    if sizes != saved:
+        raise ValueError(f"the state dict has param groups of {saved} parameters, this optimizer of {sizes}")
+    return groups
+
+
+def load_groups(
+    optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]], left_alone: Collection[str] = ()
+) -> None:
+    """Take over hyperparameters, in place: schedulers keep hold of the groups."""
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in values.items():
+            if key == "lr" and isinstance(group.get(key), Tensor):
+                group[key].fill_(float(value))
+            elif key not in left_alone:
+                group[key] = value
+
+
 @contextmanager
 def switched(owner: object, name: str, value: bool) -> Iterator[None]:
     """Set an attribute of an object inside the block, and restore it afterwards."""
@@ -68,17 +94,13 @@ def switched(owner: object, name: str, value: bool) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-if TYPE_CHECKING:
-    from hf_compressopt.optim.base import CompressedOptimizer
-
-logger = logging.getLogger(__name__)
-
 #: Name of the tensor that holds the norms that "auto" compares.
 HISTORY = "freeze_history"
 #: Key of a header that says that averaged gradients have travelled as ``warmup_bits`` say.
 TRAVELLED = "warmup_gradients"
 #: Key of a header that says that the ranks shared out the moments: server errors were those of updates then.
 SHARED_OUT = "moments_shared_out"
+_LENGTHS = {HISTORY: None, NOISE: 2, LATE_CLIP: 4}  # of the tensors that belong to no group
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -136,13 +158,8 @@ def load_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None:
             state.errors.server.zero_()
     mine, schedule = optimizer.schedule.options(), type(optimizer.schedule).of(header["schedule"])
     if schedule.options() != mine and "auto" not in mine.values() and optimizer.communicator.rank == 0:
-        write_log(
-            logger,
-            logging.WARNING,
-            "the schedule of the loaded state, %s, replaces %s",
-            header["schedule"],
-            mine,
-        )
+        message = "the schedule of the loaded state, %s, replaces %s"
+        write_log(logger, logging.WARNING, message, header["schedule"], mine)
     optimizer.schedule, optimizer.lr_warmup = schedule, _lr_warmup_of(optimizer, header)
     optimizer._step = header["step"]
     optimizer.skipped_steps = header["skipped_steps"]
@@ -174,18 +191,16 @@ def plain_header(optimizer: CompressedOptimizer, step: int) -> dict[str, Any]:
 
 
 def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
-    history = tensors.get(HISTORY)
-    if unknown := sorted(tensors.keys() - {HISTORY, NOISE, LATE_CLIP}):
-        raise ValueError(f"{unknown[0]!r} is not a tensor of a compressed optimizer")
-    if history is None and schedule.freeze_step == AUTO:
+    for name, tensor in tensors.items():
+        if name not in _LENGTHS:
+            raise ValueError(f"{name!r} is not a tensor of a compressed optimizer")
+        length, numel = _LENGTHS[name], tensor.numel()
+        fits = tensor.dim() == 1 and (numel == length or (length is None and numel >= 2))
+        if tensor.dtype != torch.float64 or not fits:
+            wanted, found = length or "2 or more", f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{name!r} must be float64 [{wanted}], got {found}")
+    if HISTORY not in tensors and schedule.freeze_step == AUTO:
         raise ValueError(f"freeze_step is 'auto', and there is no {HISTORY!r}")
-    if history is not None and (history.dtype != torch.float64 or history.dim() != 1 or history.numel() < 2):
-        raise ValueError(f"{HISTORY!r} must be float64 [2 or more], got {history.dtype} {list(history.shape)}")
-    noise = tensors.get(NOISE)
-    if noise is not None and (noise.dtype != torch.float64 or noise.shape != (2,)):
-        raise ValueError(f"{NOISE!r} must be float64 [2], got {noise.dtype} {list(noise.shape)}")
-    if LATE_CLIP in tensors:
-        check_late_clip(tensors[LATE_CLIP])
 
 
 def take_tensors(optimizer: CompressedOptimizer, tensors: dict[str, Tensor]) -> None:
@@ -202,8 +217,8 @@ def own_state(optimizer: CompressedOptimizer) -> dict[str, Any]:
     return {
         **header_of(optimizer),
         "rank": optimizer.communicator.rank,
-        "worker_error": [state.worker_error for state in states],
-        "server_error": [state.server_error for state in states],
+        "worker_error": [state.errors.worker for state in states],
+        "server_error": [state.errors.server for state in states],
         "group_tensors": [state.group_tensors() for state in states],
         "tensors": dict(optimizer._tensors),
     }
@@ -251,11 +266,7 @@ def _matching_rows(
     optimizer: CompressedOptimizer, state_dict: dict[str, Any]
 ) -> list[tuple[GroupState, int, dict[str, Any]]]:
     """Return each trainable parameter with its saved state; {} if a plain state dict has none for it."""
-    saved_groups = state_dict["param_groups"]
-    sizes, saved = [len(g["params"]) for g in optimizer.param_groups], [len(g["params"]) for g in saved_groups]
-    if sizes != saved:
-        raise ValueError(f"the state dict has param groups of {saved} parameters, this optimizer of {sizes}")
-    rows = []
+    saved_groups, rows = matching_groups(optimizer, state_dict), []
     for group, saved_group, state in zip(optimizer.param_groups, saved_groups, optimizer._states, strict=True):
         key = dict(zip(group["params"], saved_group["params"], strict=True))
         for index, param in enumerate(state.params):
@@ -318,16 +329,6 @@ def _load_errors(optimizer: CompressedOptimizer, own: dict[str, Any] | None) -> 
             state.errors.copy_(saved[0], saved[1])
         else:
             state.errors.zero_()
-
-
-def load_groups(optimizer: CompressedOptimizer, saved: Sequence[dict[str, Any]]) -> None:
-    """Take over hyperparameters, in place: schedulers keep hold of the groups."""
-    for group, values in zip(optimizer.param_groups, saved, strict=True):
-        for key, value in values.items():
-            if isinstance(group.get(key), Tensor) and key == "lr":
-                group[key].fill_(float(value))
-            else:
-                group[key] = value
 
 
 def _assign(target: Tensor, value: Any) -> None:

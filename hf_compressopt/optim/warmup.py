@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.ddp import GradientBucket, GradientRounds, IntegerBucket, plain_buckets
+from hf_compressopt.collectives.gradients import GradientBucket, GradientRounds, IntegerBucket, plain_buckets
 from hf_compressopt.kernels import INTEGER_BITS
 from hf_compressopt.kernels.messages import travels_in_full
 from hf_compressopt.optim.agreement import write_log
@@ -35,7 +35,6 @@ WARMUP_BITS = (*INTEGER_BITS, 16, 32)
 
 
 def check_warmup_bits(bits: Any, communicator: Any) -> None:
-    """Check that gradients can travel in this many bits."""
     if isinstance(bits, bool) or bits not in WARMUP_BITS:
         raise ValueError(f"warmup_bits must be one of {list(WARMUP_BITS)}, got {bits!r}")
     if bits == 16 and (communicator == "mpi" or getattr(communicator, "name", "") == "mpi"):
@@ -43,14 +42,11 @@ def check_warmup_bits(bits: Any, communicator: Any) -> None:
 
 
 class WarmupGradients:
-    """The form of one optimizer's averaged gradients: integers of 4 or 8 bits, bfloat16 (16), or as they are (32).
-
-    ``in_use``: the last step's gradients had it, in less than 32 bits; ``ever_in_use``: any step's, part of the state.
-    """
+    """The form of one optimizer's averaged gradients: integers of 4 or 8 bits, bfloat16 (16), or as they are (32)."""
 
     def __init__(self, bits: int, groups: ParamGroups) -> None:
-        """Describe the gradients of an optimizer. ``bits``: See the class."""
-        self.bits, self.rounds, self.in_use, self.ever_in_use = bits, GradientRounds(), False, False
+        self.bits, self.rounds = bits, GradientRounds()
+        self.in_use = self.ever_in_use = False  # the last step's gradients had fewer bits than 32; any step's (state)
         self._states, self._communicator, self._follow = groups
         self._loss_scale = self._assumed_scale = 1.0
         self._travelled = False  # in the step under way
@@ -107,8 +103,8 @@ class WarmupGradients:
         """Inside, a step takes signs as its gradients, and may be between steps whose gradients were integers.
 
         Integers round small gradients to 0, and a sign would move an element without a variance without bound. So the
-        variance floor applies before the step, and a parameter without variance does not move.
-        ``read``: :meth:`largest_variances` of this step, if they are known.
+        variance floor applies before the step, and a parameter without variance does not move. ``read``: what
+        :meth:`largest_variances` returns in this step, if it is known.
         """
         guarded, largest = self._guarded(plan), iter(read)
         for state in guarded:

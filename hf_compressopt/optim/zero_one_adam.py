@@ -45,9 +45,6 @@ class LocalInterval:
     At a sync the parameters follow from the anchor, the parameters at the sync before. Values that others write in
     between (a loaded model, clamped weights) would be lost. So sums of the parameters' bits are taken after each step
     and compared before the next one, and a sync after such a write averages the parameters themselves.
-
-    Attributes:
-        states: The states of all param groups; those that are compressed have an anchor.
     """
 
     def __init__(self, states: Sequence[GroupState], traffic: Traffic) -> None:
@@ -191,8 +188,8 @@ class LocalInterval:
     def average_frozen(self) -> None:
         """Average, once each, the parameters that were frozen inside an interval: no message brings them together.
 
-        All ranks call. The mean is taken of the distances from the anchor, so that a parameter that has not moved
-        keeps its bits.
+        The mean is taken of the distances from the anchor, so that a parameter that has not moved keeps its bits. All
+        call.
         """
         for state in self._compressed:
             for index, param in enumerate(state.params):
@@ -237,7 +234,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     Args:
         params: As for OnebitAdam.
-        lr: Learning rate.
+        lr: Learning rate, >= 0.
         var_freeze_step: DeepSpeed's name of ``freeze_step``: last step of the variance stage, >= 1, or "auto".
         var_update_scaler: Variance steps after which the interval between them doubles (kappa), >= 1. None is 16, or
             the run's length once it is known.
@@ -298,7 +295,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self._consensus.warmup = self.warmup_gradients
         self._interval = LocalInterval(self._states, self.traffic)
         self._divisors: dict[int, Tensor] = {}  # of the step under way, by param group
-        self._since_sync: dict[int, tuple[float, float]] | None = None  # the state's lr_sum and decay; None: not known
+        self._since_sync: dict[int, tuple[float, float]] = {}  # lr_sum and decay of the groups, as the state has them
 
     # -- variance stage -----------------------------------------------------------------------------------------------
 
@@ -348,7 +345,7 @@ class ZeroOneAdam(CompressedOptimizer):
             if plan.stage is not Stage.LOCAL_STEP:
                 self._divisors[state.number] = _corrections(state, counted=False)
                 continue
-            lr_sum, decay = self._numbers()[state.number]
+            lr_sum, decay = self._numbers(state)
             bound = (self.max_update or math.inf) * lr_sum
             self._descents[state.number] = replace(state.descent(), decay=decay, bound=bound)
 
@@ -363,7 +360,7 @@ class ZeroOneAdam(CompressedOptimizer):
             _descend(state, bucket, average, bounded, beta=1 - beta1, corrections=corrections)  # (1), (2), (3)
             return
         flat, decayed = slice(bucket.start, bucket.stop), self._descents[state.number]
-        lr_sum = self._numbers()[state.number][0]
+        lr_sum, _ = self._numbers(state)
         m, anchor, u = state.exp_avg[flat], state.extra["anchor"][flat], state.extra["local_update"][flat]
         with state.parameter_segments(bucket) as params:
             update = ParameterSync(average, m, anchor, state.variance(bucket), u, params, lr_sum, decayed)
@@ -393,8 +390,8 @@ class ZeroOneAdam(CompressedOptimizer):
             moments = state.exp_avg[flat], state.variance(bucket), state.extra["local_update"][flat]
             with state.parameter_segments(bucket) as params:
                 on.local_step_(LocalUpdate(*moments, gradients, params, beta1, how))
-        lr_sum, decay = self._numbers()[state.number]
-        self._numbers()[state.number] = lr_sum + how.lr, decay * how.decay
+        lr_sum, decay = self._numbers(state)
+        self._since_sync[state.number] = lr_sum + how.lr, decay * how.decay
         state.extra["lr_sum"] += how.lr
         state.extra["decay"] *= how.decay
         state.steps += 1
@@ -403,39 +400,34 @@ class ZeroOneAdam(CompressedOptimizer):
         """Take (6) and (7), or plain averages if someone else has written parameters since the last sync."""
         self._interval.average_frozen()
         if written:
-            self._since_sync = None
+            self._since_sync = {}
             return self._interval.sync_by_average()
         # a learning rate that was 0 throughout has moved nothing: there is nothing to send
-        moved = [state for state in states if self._numbers()[state.number][0] != 0]
+        moved = [state for state in states if self._numbers(state)[0] != 0]
         self._compressed_step(plan, moved, None)
         for state in moved:
             state.extra["lr_sum"].zero_()
             state.extra["decay"].fill_(1.0)
-            self._numbers()[state.number] = 0.0, 1.0
+            self._since_sync[state.number] = 0.0, 1.0
 
-    def _numbers(self) -> dict[int, tuple[float, float]]:
-        if self._since_sync is None:
-            self._since_sync = numbers_since_sync(self._states)
-        return self._since_sync
+    def _numbers(self, state: GroupState) -> tuple[float, float]:
+        return self._since_sync.get(state.number, (0.0, 1.0))
 
     def _parameters_were_written(self, gradients: Grads | None) -> tuple[bool, bool]:
-        """Return whether someone has written parameters on any rank, and whether this rank's gradients are finite.
-
-        Compares what must be alike. All ranks call.
-        """
+        """Return whether parameters were written on any rank, and whether this rank's gradients are finite."""
         states = [state for state in self._states if state.compressed and state.own_rank is None]
-        so_far = [self._numbers()[state.number] for state in states]
+        so_far = [self._numbers(state) for state in states]
         frozen = [[not param.requires_grad for param in state.params] for state in states]
-        digests = [digest_of((self._consensus.comparison.hyperparameters(), so_far, frozen))]
-        # one in every message that is counted: a resumed run, which compares once more, sends the same bytes
-        digests += self._consensus.gradient_digest(gradients) or [0]
+        digest = digest_of((self._consensus.comparison.hyperparameters(), so_far, frozen))
+        # two in every message that is counted: a resumed run, which compares once more, sends the same bytes
+        digests = digest, self._consensus.gradient_digest(gradients)
         written = self._interval.written(self.communicator.device)
         anywhere, usable, alike = self._consensus.compare_at_sync(written, digests)
         if not alike[0]:
             self._consensus.comparison.require_same_hyperparameters()
             what = "their learning rates since the last sync, or in frozen parameters"
             self.communicator.require_equal(what, [so_far, frozen])
-        self._consensus.heed_gradients(digests[1:], alike[1:])
+        self._consensus.heed_gradients([alike[1] and usable])  # gradients that are not finite may well be identical
         return anywhere, usable
 
     # -- one set of parameters ----------------------------------------------------------------------------------------
@@ -482,7 +474,7 @@ class ZeroOneAdam(CompressedOptimizer):
         """
         if self.last_plan.stage is Stage.LOCAL_STEP:
             self._interval.expect_anything()
-            self._since_sync = None
+            self._since_sync = {}
             for state in self._states:
                 if state.compressed:
                     self._interval.start_anew(state)
@@ -490,7 +482,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _state_loaded(self) -> None:
         super()._state_loaded()
-        self._since_sync = None
+        self._since_sync = numbers_since_sync(self._states)
         self._interval.expect_anything()
 
     def _before_load(self) -> None:
@@ -517,11 +509,9 @@ def _descend(
 
 
 def _corrections(state: GroupState, counted: bool) -> Tensor:
-    """Return the divisors of m and v of each parameter; infinity for m if there is no variance yet.
-
-    ``counted``: whether the step under way is in ``state.steps`` already.
-    """
+    """Return the divisors of m and v of each parameter; infinity for m if there is no variance yet."""
     beta1, beta2 = state.options["betas"]
+    # counted: whether the step under way is in state.steps already
     updates = state.extra["variance_steps"].double()
     first, second = torch.ones_like(updates), torch.ones_like(updates)
     if state.options["bias_correction"]:

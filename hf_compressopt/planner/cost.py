@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from inspect import signature
+from typing import TypeVar
 
 from hf_compressopt.collectives.topology import AUTO, FLAT, TopologyOptions
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES, bucket_numel_of
-from hf_compressopt.kernels import INTEGER_BITS, IntegerFormat
-from hf_compressopt.kernels.messages import chunk_message_nbytes
+from hf_compressopt.kernels import INTEGER_BITS, IntegerFormat, SignFormat
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.warmup import check_warmup_bits
 
@@ -27,26 +27,16 @@ MEMORY_EFFICIENCY = 0.8
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines and their links. Rates are in bytes per second; infinity costs no time.
-
-    Attributes:
-        nodes: Machines, >= 1; with one, ``bandwidth`` is not used.
-        bandwidth: Rate of a node's link, each way, shared by its ranks.
-        local_bandwidth: Rate of each rank to the others of its node, each way.
-        memory_bandwidth: Rate of a rank's memory; its share, if ranks share a processor.
-        host_bandwidth: Rate at which a processor moves messages between nodes while it computes; infinity for cards.
-        latency: Seconds of one hop between nodes.
-        topology: "flat", "hierarchical" or "auto", of compressed messages and of ZeRO.
-    """
+    """The machines and their links. Rates are in bytes per second; infinity costs no time."""
 
     nodes: int
     gpus_per_node: int
-    bandwidth: float
-    local_bandwidth: float = 300e9
-    memory_bandwidth: float = 2e12
-    host_bandwidth: float = math.inf
-    latency: float = 20e-6
-    topology: str = AUTO
+    bandwidth: float  # of a node's link, each way, shared by its ranks; not used with one node
+    local_bandwidth: float = 300e9  # of each rank to the others of its node, each way
+    memory_bandwidth: float = 2e12  # of a rank's memory; its share, if ranks share a processor
+    host_bandwidth: float = math.inf  # of a processor that moves messages between nodes while it computes; not of cards
+    latency: float = 20e-6  # seconds of one hop between nodes
+    topology: str = AUTO  # "flat", "hierarchical" or "auto", of compressed messages and of ZeRO
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus_per_node"):
@@ -74,22 +64,29 @@ class Cluster:
         return nbytes / (self.memory_bandwidth * MEMORY_EFFICIENCY)
 
 
-@dataclass(frozen=True)
-class Message:
-    """Cost of one collective: bytes that a rank sends, and that leave a node; seconds, and those of a processor."""
+_Step = TypeVar("_Step", bound="Step")
 
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step, or several: its time, bytes that a rank sends, bytes that leave a node over its link."""
+
+    seconds: float
     sent: float
     on_link: float
-    seconds: float
+
+    def __add__(self: _Step, other: Step) -> _Step:
+        return type(self)(*(a + b for a, b in zip(astuple(self), astuple(other), strict=False)))
+
+    def __mul__(self: _Step, count: float) -> _Step:
+        return type(self)(*(value * count for value in astuple(self)))
+
+
+@dataclass(frozen=True)
+class Message(Step):
+    """Cost of one collective, with the seconds of a processor."""
+
     host: float
-
-    def __add__(self, other: Message) -> Message:
-        return Message(
-            self.sent + other.sent, self.on_link + other.on_link, self.seconds + other.seconds, self.host + other.host
-        )
-
-    def __mul__(self, count: float) -> Message:
-        return Message(self.sent * count, self.on_link * count, self.seconds * count, self.host * count)
 
 
 def ring(cluster: Cluster, nbytes: float, passes: int, work: float = 0.0) -> Message:
@@ -133,7 +130,7 @@ def _shared(message: Message, cluster: Cluster) -> Message:
 def _message(cluster: Cluster, sent: float, on_link: float, wire: float, hops: int, work: float) -> Message:
     """Cost of a message; ``work`` is the host's sums in bytes, if these are more than the bytes sent."""
     host = max(sent, work) / cluster.host_bandwidth
-    return Message(sent, on_link, hops * cluster.latency + max(wire, host), host)
+    return Message(hops * cluster.latency + max(wire, host), sent, on_link, host)
 
 
 def one_phase(cluster: Cluster, values: float, nbytes: float) -> Message:
@@ -192,25 +189,17 @@ ONEBIT_LAMB = Passes(_NORM, 16, 40)
 
 @dataclass(frozen=True)
 class Training:
-    """The model that is trained, and the seconds of its step without communication.
+    """The model that is trained, and the seconds of its step without communication."""
 
-    Attributes:
-        params: Trainable parameters, >= 1.
-        compute_seconds: Seconds of forward, backward and the update of AdamW.
-        update_seconds: AdamW's share of them; None is one pass over memory, as of a fused AdamW.
-        itemsize: Bytes of a parameter, and of its gradient: 4 or 2.
-        bucket_cap_mb: MiB sent together: of gradients in DDP, of float32 values otherwise.
-        in_full: Of ``params``, those of one dimension or in tensors below 256 elements, whose gradients travel in
-            full precision beside messages of a compressed optimizer's 4 or 8 ``warmup_bits``.
-    """
-
-    params: int
-    compute_seconds: float
-    update_seconds: float | None = None
-    itemsize: int = 4
-    bucket_cap_mb: float = 25.0
+    params: int  # that are trained
+    compute_seconds: float  # of forward, backward and the update of AdamW
+    update_seconds: float | None = None  # AdamW's share of them; None is one pass over memory, as of a fused AdamW
+    itemsize: int = 4  # bytes of a parameter, and of its gradient: 4 or 2
+    bucket_cap_mb: float = 25.0  # sent together: of gradients in DDP, of float32 values otherwise
     scale_block: int | None = 4096
     warmup_bits: int = signature(CompressedOptimizer).parameters["warmup_bits"].default
+    #: Of ``params``, those of one dimension or in tensors below 256 elements, whose gradients travel in full precision
+    #: beside messages of a compressed optimizer's 4 or 8 ``warmup_bits``.
     in_full: int = 0
 
     def __post_init__(self) -> None:
@@ -231,23 +220,10 @@ class Training:
         check_warmup_bits(self.warmup_bits, None)
 
 
-@dataclass(frozen=True)
-class Step:
-    """A predicted step, or several: its time, bytes that a rank sends, bytes that leave a node over its link."""
-
-    seconds: float
-    sent: float
-    on_link: float
-
-    def __mul__(self, count: float) -> Step:
-        return Step(self.seconds * count, self.sent * count, self.on_link * count)
-
-
 def average(steps: list[tuple[float, Step]]) -> Step:
-    """The mean of steps with weights."""
     total = sum(weight for weight, _ in steps)
-    means = (sum(w * getattr(step, name) for w, step in steps) / total for name in ("seconds", "sent", "on_link"))
-    return Step(*means)
+    columns = zip(*(astuple(step * weight) for weight, step in steps), strict=True)
+    return Step(*(sum(column) / total for column in columns))
 
 
 class Model:
@@ -316,7 +292,7 @@ class Model:
         """A step with a compressed message, (4); with ``early`` messages leave during backward, (5)."""
         params, world_size, block = self.training.params, self.cluster.ranks, self.training.scale_block
         bucket = self._float_bucket()
-        one = two_phases(self.cluster, bucket, chunk_message_nbytes(bucket, world_size, block))
+        one = two_phases(self.cluster, bucket, SignFormat(block).chunk_nbytes(bucket, world_size))
         messages = one * (params / bucket)
         serve = 2 + 8 / world_size  # average this rank's share of all signs; read and write its error
         make = passes.compress + self._node_passes() + serve
@@ -349,8 +325,8 @@ class Model:
         """A step of a compressed optimizer that averages gradients, in its warmup_bits."""
         bits = self.training.warmup_bits
         if bits in INTEGER_BITS:
-            beside = ring(self.cluster, self.training.in_full * self.training.itemsize, passes=2)
-            return self._with(self.low_bit(bits, settled=False), beside)
+            step, in_full = self.low_bit(bits, settled=False), self.training.in_full * self.training.itemsize
+            return step + ring(self.cluster, in_full, passes=2) if in_full else step
         return self.ddp(min(bits // 8, self.training.itemsize))
 
     def shared_out(self, *, early: bool = False) -> Step:
@@ -370,14 +346,9 @@ class Model:
         else:
             seconds += self.forward + self.backward + self.cluster.pass_seconds(_NORM * params)
             seconds += self._pipelined(make + apply, scatter + gather)
-        beside = all_to_all(self.cluster, self.training.in_full * FLOAT_BYTES)
-        return self._with(Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link), beside)
-
-    def _with(self, step: Step, beside: Message) -> Step:
-        """Return a step that also sends the gradients in full precision, at its end."""
-        if not self.training.in_full:
-            return step
-        return Step(step.seconds + beside.seconds, step.sent + beside.sent, step.on_link + beside.on_link)
+        step = Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link)
+        in_full = self.training.in_full * FLOAT_BYTES  # sent at the end of the step
+        return step + all_to_all(self.cluster, in_full) if in_full else step
 
     def alone(self, passes: Passes) -> Step:
         """A step of 0/1 Adam between syncs."""

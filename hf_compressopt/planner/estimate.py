@@ -100,7 +100,6 @@ def argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand ``estimate``."""
     parser = commands.add_parser(
         "estimate",
         help="estimate the memory of each optimizer and, for a given network, its bytes and time, and advise",

@@ -75,7 +75,6 @@ def fit(collective: str, nodes: int, gpus_per_node: int, timings: Sequence[Timin
 
 
 def middle(links: Sequence[Link]) -> Link:
-    """The median rates of several links."""
     rows = zip(*((link.bandwidth, link.latency, link.host_bandwidth) for link in links), strict=True)
     return Link(*(statistics.median(row) for row in rows))
 

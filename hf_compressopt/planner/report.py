@@ -280,7 +280,6 @@ def advised(choices: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def verdict(choices: list[dict[str, Any]]) -> str:
-    """Say in a sentence which choice to take."""
     mine, plain = advised(choices), next(choice for choice in choices if choice["flags"] == _ADAMW)
     faster = f": {plain['run_seconds'] / mine['run_seconds']:.2f} times as fast as {plain['name']}"
     return f"use {mine['flags']}{'' if mine is plain else faster}; no other run is more than {100 * ALIKE:g} % faster"
@@ -307,7 +306,6 @@ def as_json(model: Model, steps: int, memory: dict[str, dict[str, int]], warmup_
 
 
 def memory_table(rows: dict[str, dict[str, int]]) -> str:
-    """Render GB on each rank."""
     return _table(["", *MEMORY], [[name, *(f"{n / 1e9:,.3f}" for n in parts.values())] for name, parts in rows.items()])
 
 
@@ -328,7 +326,6 @@ def time_table(rows: dict[str, dict[str, dict[str, float]]], compute: float) -> 
 
 
 def ranking_table(choices: list[dict[str, Any]]) -> str:
-    """Render the ranking."""
     cells = [
         [
             f"{number:2} {choice['name']}",

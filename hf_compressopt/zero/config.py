@@ -25,32 +25,6 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SHORT_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@dataclass
-class LossScale:
-    """The factor of the loss before backward, which keeps small float16 gradients from becoming zero."""
-
-    value: float = 1.0
-    growth_interval: int = 0  #: Steps without an overflow after which the factor doubles; 0 keeps it fixed.
-    good_steps: int = 0  #: Steps without an overflow since the factor changed.
-    of_scaler: float = 1.0  #: The factor of a GradScaler, which comes on top.
-
-    @property
-    def of_gradients(self) -> float:
-        """The factor that the gradients of the coming backward carry."""
-        return self.value * self.of_scaler
-
-    def update(self, overflow: bool) -> None:
-        """Count a step: halve the factor after an overflow, double it after ``growth_interval`` good steps."""
-        if self.growth_interval == 0:
-            return
-        if overflow:
-            self.value, self.good_steps = max(self.value / 2, 1.0), 0
-            return
-        self.good_steps += 1
-        if self.good_steps == self.growth_interval:
-            self.value, self.good_steps = self.value * 2, 0
-
-
 @dataclass(frozen=True)
 class Precision:
     """The scaling and rounding of gradients."""
@@ -72,32 +46,31 @@ class ZeroConfig:
     Args:
         stage: 1 or 2.
         communicator: "auto", the name of a torch.distributed backend, "mpi", or a Communicator.
-        bucket_cap_mb: MiB of float32 gradients that are sent at the same time; None is 25.
+        bucket_cap_mb: MiB of float32 gradients that are sent together, > 0; None is 25.
         reduce_bucket_size: ``bucket_cap_mb`` in elements.
-        allgather_bucket_size: Elements of parameters that are gathered at the same time; None is as many as are
-            reduced.
+        allgather_bucket_size: Elements of parameters gathered at a time; None is as many as are reduced.
         overlap_comm: Send gradients while backward runs.
         communication_data_type: dtype of gradients on the wire, such as "bf16"; None is the parameter's.
         gradient_accumulation_dtype: dtype of the averages; None is the parameter's.
-        postscale_gradients: Divide the sum of the gradients by the number of ranks, instead of each gradient.
+        postscale_gradients: Divide the sum of gradients by the number of ranks, not each gradient.
         gradient_predivide_factor: With postscale_gradients: divide by this before the sum, by the rest after it.
         round_robin_gradients: Assign the parts of the slices to the ranks in turn.
-        contiguous_gradients: Move each gradient into its slice, and free it, as soon as it exists. With False this
-            happens when the slice is sent.
+        contiguous_gradients: Move each gradient into its slice and free it at once; False does so when the slice is
+            sent.
         ignore_unused_parameters: Accept parameters that had no gradient on any rank; False raises an error.
         clip_grad: Clip gradients to this norm in step(); 0 is off. ``max_grad_norm`` means the same.
         loss_scale: Factor of the loss in :meth:`ZeroOptimizer.backward` and ``scale_loss``; "dynamic" adapts it.
         initial_loss_scale: First factor of a dynamic loss scale.
         loss_scale_window: Steps without an overflow after which a dynamic loss scale doubles.
-        master_dtype: dtype of the master copies of bfloat16 and float16 parameters. The parameters' own dtype means
-            no master copies: updates are rounded at once.
+        master_dtype: dtype of the master weights of bfloat16 and float16 parameters. The parameters' own dtype means
+            none: updates are rounded at once.
         state_dtype: dtype of element-wise state between steps; None is the master's.
-        offload_optimizer: Keep masters, states and gradients in page-locked host memory, and update on the CPU.
+        offload_optimizer: Keep master weights, state and gradients in page-locked host memory, and update on the CPU.
         comm_backend_name: DeepSpeed's spelling of ``communicator``.
-        grad_compression: "int4" or "int8": send gradients in messages of 4 or 8 bits per element, with error feedback.
-            "none" is full precision, as are parameters of one dimension always.
-        param_compression: "int4" or "int8": give the updated parameters to all ranks in messages of 4 or 8 bits per
-            element: what the float32 masters, which each rank keeps of its part, are ahead of them.
+        grad_compression: "int4" or "int8": send gradients in 4 or 8 bits per element, with error feedback. "none" is
+            full precision, which parameters of one dimension always have.
+        param_compression: "int4" or "int8": send updated parameters in 4 or 8 bits per element, as differences between
+            the float32 master weights of their owner and the parameters.
         topology: "flat", "hierarchical" or "auto": the way of gradients and parameters between nodes of several ranks.
             Param groups with a process group of their own are always flat.
         node_size: Consecutive ranks per node, if hierarchical; None takes them from the launcher and the host names.
@@ -154,7 +127,7 @@ class ZeroConfig:
         check_at_least("clip_grad", self.clip_grad, 0)
         master = as_dtype("master_dtype", self.master_dtype) or torch.float32
         self._check_gradients(master)
-        self.make_loss_scale()
+        self._check_loss_scale()
         numel = self._checked_numel()
         vars(self).update(  # once: later the options are frozen
             reduce_numel=numel,
@@ -217,16 +190,13 @@ class ZeroConfig:
         factor = float(self.gradient_predivide_factor)
         return Precision(sent, kept, None if factor == 1.0 else 1.0 / factor, factor)
 
-    def make_loss_scale(self) -> LossScale:
-        """Make a loss scale at its start."""
-        option, initial, window = self.loss_scale, self.initial_loss_scale, self.loss_scale_window
-        if option == "dynamic":
+    def _check_loss_scale(self) -> None:
+        scale, initial, window = self.loss_scale, self.initial_loss_scale, self.loss_scale_window
+        if scale == "dynamic":
             if not initial >= 1 or window < 1:
                 raise ValueError(f"initial_loss_scale and loss_scale_window must be >= 1, got {initial} and {window}")
-            return LossScale(float(initial), window)
-        if isinstance(option, bool) or not isinstance(option, (int, float)) or not 0 < option < float("inf"):
-            raise ValueError(f"loss_scale must be a number > 0 or 'dynamic', got {option!r}")
-        return LossScale(float(option))
+        elif isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
+            raise ValueError(f"loss_scale must be a number > 0 or 'dynamic', got {scale!r}")
 
     @classmethod
     def split(cls, config: ZeroConfig | None, options: dict[str, Any]) -> tuple[ZeroConfig, dict[str, Any]]:

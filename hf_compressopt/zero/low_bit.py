@@ -26,9 +26,16 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import Pipeline, Task, all_gather, in_place_order, in_rank_order, summed
+from hf_compressopt.collectives.exchange import (
+    Task,
+    all_gather,
+    in_place_order,
+    in_rank_order,
+    reduce_scatter,
+    summed,
+)
 from hf_compressopt.kernels import Combination, CompactErrors, IntegerFormat, Segment
-from hf_compressopt.kernels.errors import ERROR_CODE
+from hf_compressopt.kernels.compact import ERROR_CODE
 from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.zero.parts import Part, Slice
 
@@ -97,47 +104,24 @@ class SliceErrors:
         return sum(errors.messages.numel() for errors in (self.kept, self._pending) if errors is not None)
 
 
-def send_gradients(
-    buffer: Tensor, cut: Slice, communicator: Communicator, errors: SliceErrors, loss_scale: float
-) -> Task[Tensor]:
+def send_gradients(buffer: Tensor, communicator: Communicator, errors: SliceErrors, loss_scale: float) -> Task[Tensor]:
     """Average every rank's part of a slice, [part_numel] float32, as (1) says; errors wait for their ``keep()``."""
-    form, levels, peers = errors.form, communicator.levels, communicator
+    levels, peers = communicator.levels, communicator
     if levels is not None:
         buffer, node, peers = in_place_order(buffer, communicator), levels.node, levels.peers
         sizes = [buffer.numel() // node.world_size] * node.world_size
         buffer = yield from summed(buffer, sizes, node, 1.0 / node.world_size)
     z = Combination(buffer.numel(), buffer.device, grads=[Segment(buffer, 0, buffer.numel(), 0)], beta=1.0 / loss_scale)
-    nbytes = form.nbytes(cut.part_numel)  # of a chunk: a part is one, since ALIGN is a multiple of 8
-    messages = torch.empty(peers.world_size * nbytes, dtype=torch.uint8, device=buffer.device)
-    form.compress_(z, errors.latest, messages, peers.world_size, errors.pending())
+    # parts are the chunks, since ALIGN is a multiple of 8
+    task = reduce_scatter(z, [errors.latest], [errors.pending()], errors.form, peers, loss_scale, last=True)
     del buffer, z
-    received, splits = torch.empty_like(messages), [nbytes] * peers.world_size
-    handle = peers.all_to_all(received, messages, output_splits=splits, input_splits=splits)
-    yield True
-    handle.wait()
-    del messages
-    mean = torch.empty(cut.part_numel, dtype=torch.float32, device=received.device)
-    form.mean_(received, mean, peers.world_size, loss_scale / peers.world_size)
-    return mean
+    return (yield from task)
 
 
 def send_differences(
-    params: Sequence[Tensor],
-    parts: Sequence[Part],
-    cut: Slice,
-    communicator: Communicator,
-    form: IntegerFormat,
-    pipeline: Pipeline,
-) -> None:
-    """Start bringing all replicas nearer to the masters, as (2) says; they are when ``pipeline`` is drained."""
-    nbytes = communicator.world_size * form.nbytes(cut.part_numel)
-    pipeline.room_for(nbytes)
-    pipeline.add(_exchange_differences(params, parts, cut, communicator, form), nbytes)
-
-
-def _exchange_differences(
     params: Sequence[Tensor], parts: Sequence[Part], cut: Slice, communicator: Communicator, form: IntegerFormat
 ) -> Task[None]:
+    """Bring all replicas nearer to the masters, as (2) says."""
     nbytes, count = form.nbytes(cut.part_numel), communicator.world_size
     device = params[next(iter(cut.places))].device
     ahead = torch.zeros(cut.part_numel, dtype=torch.float32, device=device)

@@ -31,7 +31,6 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The sum."""
         return self.parameters + self.gradients + self.states + self.buckets + self.errors
 
 

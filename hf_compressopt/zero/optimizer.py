@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from hf_compressopt.collectives.backward import warn_unguarded
 from hf_compressopt.collectives.communicator import Communicator, Traffic
-from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.math import evaluate, in_float32
 from hf_compressopt.optim.state import load_with_hooks, switched
@@ -34,7 +34,7 @@ from hf_compressopt.zero.config import (
 )
 from hf_compressopt.zero.parameters import PartitionedParameters, TrainedParameter
 from hf_compressopt.zero.parts import Part, element_state, hyperparameters, in_host_memory, write_span
-from hf_compressopt.zero.reducer import GradientAverages
+from hf_compressopt.zero.reducer import LossScale
 
 logger = logging.getLogger(__name__)
 
@@ -114,19 +114,19 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         for number, group in enumerate(groups):
             check_parameters(group["params"], number, self.config)
         self.traffic = Traffic()
-        self.loss_scale = self.config.make_loss_scale()
+        self.loss_scale = LossScale.of(self.config)
         self.steps, self.skipped_steps, self.step_was_skipped = 0, 0, False
         inner = optimizer_class, self._inner_options
         self.partition = PartitionedParameters(
             groups, self.config, self.traffic, inner, self.loss_scale, **self._process_groups
         )
         self.communicator = self.partition.communicator
-        self._averages = GradientAverages(self.partition, self.loss_scale)
+        self._reducer = self.partition.reducer
         self._in_shards = self._states_are_away = False
         self._first_groups = len(groups)
         torch.optim.Optimizer.__init__(self, groups, defaults)
         Joinable.__init__(self)
-        self.partition.reducer.announce_passes(self._notify_join_context)
+        self._reducer.announce_passes(self._notify_join_context)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroOptimizer:
         """Copy the optimizer around copies of its parameters. Copies share the process groups."""
@@ -135,11 +135,12 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             for group in self.param_groups
         ]
         config = self.config
-        if isinstance(config.communicator, Communicator) or self.communicator.levels is not None:
+        levels = self.communicator.levels or self.communicator.timed
+        if isinstance(config.communicator, Communicator) or levels is not None:
             config = replace(config, communicator=deepcopy(self.communicator, memo), comm_backend_name=None)
         copied = _remake(*self._made_by(groups, config), deepcopy(self.state_dict()))
         memo[id(self)] = copied
-        copied.partition.reducer.copy_averages(self.partition.reducer)
+        copied.partition.reducer.copy_averages(self._reducer)
         return copied
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -172,7 +173,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             RuntimeError: If the optimizer was detached.
         """
         if hasattr(self, "partition") and len(self.param_groups) >= self._first_groups:
-            self.partition.reducer.require_attached()
+            self._reducer.backward.require_attached()
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         try:
@@ -206,9 +207,9 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             return loss
         if self.clip_grad > 0:
             self.clip_grad_norm_(self.clip_grad)
-        elif not self._averages.were_clipped:
+        elif not self._reducer.were_clipped:
             warn_unguarded()
-        self.partition.update(self._averages, self.param_groups)
+        self.partition.update(self.param_groups)
         self.steps += 1
         self._end_step(skipped=False)
         return loss
@@ -223,19 +224,19 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     def _end_step(self, *, skipped: bool) -> None:
         self.step_was_skipped = skipped
         self.loss_scale.update(skipped)
-        self._averages.clear()
+        self._reducer.clear()
         self.traffic.end_step()
-        self.partition.reducer.agree_on_order()
+        self._reducer.backward.order.agree(self.communicator)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Leave whole gradients in p.grad inside the block; the next pass outside, or step(), sends them too."""
-        return self.partition.reducer.no_sync()
+        return self._reducer.backward.no_sync()
 
     def detach(self) -> None:
         """Take no more gradients, as another optimizer does from now on: they stay in p.grad, and step() raises."""
-        self.partition.reducer.detach()
+        self._reducer.backward.detach()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale."""
@@ -247,7 +248,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Throw all gradients away, also averaged ones. All ranks call; p.grad is None afterwards."""
-        self._averages.clear()
+        self._reducer.clear()
         for group in self.param_groups:
             for param in group["params"]:
                 param.grad = None
@@ -269,10 +270,10 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         return torch.full((), self._finish_gradients(), dtype=torch.float64, device=self.communicator.device)
 
     def _finish_gradients(self) -> float:
-        self.partition.reducer.require_attached()
+        self._reducer.backward.require_attached()
         options = [self.optimizer_class.__name__, self.steps, self.clip_grad, repr(self.loss_scale)]
         self.partition.check_ranks_agree(options)
-        return self._averages.finish(self.param_groups)
+        return self._reducer.finish(self.partition, self.param_groups)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
@@ -296,7 +297,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
                 raise ValueError("parameters must hold all trainable parameters of the optimizer, some are missing")
         square = self._finish_gradients()
         norm = in_float32(math.sqrt(square)) if square >= 0 else math.nan
-        self._averages.clip(norm, max_norm)
+        self._reducer.clip(norm, max_norm)
         return torch.full((), norm, dtype=torch.float32, device=self.communicator.device)
 
     def unscale_(self, inverse_scale: float) -> bool:
@@ -306,7 +307,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             True if an element of the averages is not finite; the same on all ranks.
         """
         square = self._finish_gradients()
-        self._averages.unscale(inverse_scale)
+        self._reducer.unscale(inverse_scale)
         return not math.isfinite(square)
 
     # -- single parameters --------------------------------------------------------------------------------------------
@@ -429,9 +430,9 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             A new tensor of the parameter's shape; None if no rank had a gradient.
         """
         self.finish_gradients()
-        if not self.partition.reducer.present[self.partition.find(which)[0]]:
+        if not self._reducer.present[self.partition.find(which)[0]]:
             return None
-        return _whole(*self._gradients(which)).mul_(self._averages.factor)
+        return _whole(*self._gradients(which)).mul_(self._reducer.factor)
 
     def set_full_grad(self, which: Tensor | str, value: Any) -> None:
         """Replace the average gradient of the parameter; a ValueError for another shape. All ranks call."""
@@ -439,7 +440,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
     def get_local_grad(self, which: Tensor | str) -> Tensor:
         """Return this rank's elements [n] of the average gradient, as a new tensor. All ranks call."""
-        return _joined(*self._gradients(which)).float() * self._averages.factor
+        return _joined(*self._gradients(which)).float() * self._reducer.factor
 
     def set_local_grad(self, which: Tensor | str, value: Tensor) -> None:
         """Set this rank's elements [n] of the average gradient. All ranks call, each with its own."""
@@ -448,13 +449,13 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     @torch.no_grad()
     def _set_gradient(self, which: Tensor | str, value: Any, *, whole: bool) -> None:
         for _, average, values in _pieces(*self._gradients(which), value, whole=whole):
-            average.copy_(values / self._averages.factor)
-        self._averages.was_set(self.partition.find(which)[0])
+            average.copy_(values / self._reducer.factor)
+        self._reducer.was_set(self.partition.find(which)[0])
 
     def _gradients(self, which: Tensor | str) -> Values:
         self.finish_gradients()
         number, mine = self.partition.find(which)
-        slices = self.partition.reducer.slices
+        slices = self._reducer.slices
         return self.partition.known[number], [(p, slices[p.slice].settable_average_of(p.span)) for _, p in mine]
 
     # -- all parameters and states ------------------------------------------------------------------------------------
@@ -555,12 +556,10 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
     def describe(self) -> str:
         """Describe the optimizer in one line for the log."""
-        ranks, slices = self.communicator, len(self.partition.reducer.slices)
-        levels = "" if ranks.levels is None else f", hierarchical on {ranks.topology.nodes} nodes"
         forms = {"gradients": self.config.grad_compression, "parameters": self.config.param_compression}
         return (
-            f"ZeRO stage {self.stage} around {self.optimizer_class.__name__}, {ranks.world_size} rank(s) "
-            f"over {ranks.name}{levels}, {slices} slices"
+            f"ZeRO stage {self.stage} around {self.optimizer_class.__name__}, {self.communicator}, "
+            f"{len(self._reducer.slices)} slices"
         ) + "".join(f", {what} as {form}" for what, form in forms.items() if form != "none")
 
     def metrics(self) -> dict[str, float]:
@@ -569,28 +568,19 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         ``compression_ratio`` is the bytes of a float32 ring all-reduce over those of the last step. In the
         hierarchical topology bytes are those to other nodes, beside ``bytes_sent_in_node``.
         """
-        inside, sent = sum(self.traffic.node_bytes.values()), self.traffic.step_bytes
-        numel = sum(param.numel() for param in self.trainable_parameters)
-        full = 2 * (1 - 1 / self.communicator.world_size) * FLOAT_BYTES * numel
-        on_link = sent * self.communicator.topology.node_size
+        numel, place = sum(param.numel() for param in self.trainable_parameters), self.communicator.topology
+        full = 2 * (1 - 1 / place.world_size) * FLOAT_BYTES * numel
         return {
-            **({"bytes_sent_in_node": float(inside)} if inside else {}),
             "zero_stage": float(self.stage),
             "step": float(self.steps),
-            "bytes_sent": float(self.traffic.total_bytes),
-            "bytes_sent_step": float(sent),
-            "compression_ratio": full / on_link if on_link else 1.0,
-            "seconds_communication": self.traffic.total_seconds,
+            **self.traffic.metrics(full, self.traffic.step_bytes, place.node_size),
             "skipped_steps": float(self.skipped_steps),
             "loss_scale": self.loss_scale.value,
         }
 
 
 def _remake(
-    make: Callable[..., ZeroOptimizer],
-    first: list[dict[str, Any]],
-    later: list[dict[str, Any]],
-    state: dict[str, Any],
+    make: Callable[..., ZeroOptimizer], first: list[dict[str, Any]], later: list[dict[str, Any]], state: dict[str, Any]
 ) -> ZeroOptimizer:
     made = make(first)
     for group in later:

@@ -19,10 +19,10 @@ from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_commun
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.math import bit_sum, trust_ratio
-from hf_compressopt.zero.config import LossScale, ZeroConfig, check_parameters
-from hf_compressopt.zero.low_bit import SliceErrors, send_differences
+from hf_compressopt.zero.config import ZeroConfig, check_parameters
+from hf_compressopt.zero.low_bit import send_differences
 from hf_compressopt.zero.parts import Part, UpdateBucket, hyperparameters, joined, partition, slice_numel
-from hf_compressopt.zero.reducer import GradientAverages, GradientReducer, SliceGradients, gather_parameters
+from hf_compressopt.zero.reducer import GradientReducer, LossScale, SliceGradients, gather_parameters
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,7 @@ class TrainedParameter:
 
 
 class PartitionedParameters:
-    """Parameters by their numbers, in the order in which they were added, with everything that is laid out over them.
-
-    Attributes:
-        communicator, model_parallel: Of all ranks; and of those that share one copy of the model, or None.
-        known, tensors: The parameters, and their tensors, by number.
-        reducer: Sends their gradients, and keeps this rank's averages.
-        buckets: This rank's parts, in the order of the slices.
-        holds_masters: Whether the parameters are the masters for now, and not the replicas that the ranks train.
-        ranks_checked: Whether :meth:`check_ranks_agree` has looked; not after a load.
-    """
+    """Parameters by number, in the order in which they were added, and everything that is laid out over them."""
 
     def __init__(
         self,
@@ -63,21 +54,16 @@ class PartitionedParameters:
         device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
         flat = make_communicator(config.transport, process_group, device=device, traffic=traffic)
         self.communicator: Communicator = with_topology(flat, config.levels)
+        # the ranks that share one copy of the model
         self.model_parallel = None if model_parallel_group is None else self._communicator(model_parallel_group)
         self._by_group: dict[dist.ProcessGroup | None, Communicator] = {None: self.communicator}
         self.known: list[TrainedParameter] = []
-        self.tensors: list[Tensor] = []
-        self.buckets: list[UpdateBucket] = []
-        self.reducer = GradientReducer(
-            self.communicator,
-            config.precision,
-            2 * FLOAT_BYTES * config.reduce_numel,
-            loss_scale,
-            overlap=config.overlap_comm,
-            contiguous=config.contiguous_gradients,
-        )
+        self.tensors: list[Tensor] = []  # theirs
+        self.buckets: list[UpdateBucket] = []  # this rank's parts, in the order of the slices
+        self.reducer = GradientReducer(self.communicator, config, loss_scale)
         self._frozen: dict[int, tuple[int, Tensor]] = {}  # by id: number of the param group, and the parameter
-        self.ranks_checked = self.holds_masters = False
+        self.ranks_checked = False  # by check_ranks_agree(); not after a load
+        self.holds_masters = False  # the parameters are the masters for now, and not the replicas that the ranks train
         self.add(groups, range(len(groups)))
 
     def _communicator(self, process_group: dist.ProcessGroup) -> Communicator:
@@ -141,8 +127,7 @@ class PartitionedParameters:
                 if compressed:
                     gradients.param_form = config.param_form
                 if compressed and config.grad_form is not None:
-                    nodes = communicator.topology.nodes  # as many as ranks, if the topology is flat
-                    gradients.errors = SliceErrors(config.grad_form, nodes * cut.part_numel, nodes, device)
+                    gradients.make_errors(config.grad_form)
                 found.append(gradients)
         return sorted(found, key=lambda gradients: -min(gradients.cut.places))  # the last gradient of each in backward
 
@@ -243,19 +228,19 @@ class PartitionedParameters:
 
     # -- the update: the parameters of one bucket are sent while the next is updated ----------------------------------
 
-    def update(self, averages: GradientAverages, groups: Sequence[dict[str, Any]]) -> None:
+    def update(self, groups: Sequence[dict[str, Any]]) -> None:
         """Update this rank's parts with the averages, which are used up, and give all ranks the parameters."""
         self.require_replicas("step()")
         values = [hyperparameters(group) for group in groups]
         is_lamb = issubclass(self.optimizer_class, Lamb)
-        ratios = self._trust_ratios(averages, values) if is_lamb else {}
+        ratios = self._trust_ratios(values) if is_lamb else {}
         pipeline = Pipeline(FLOAT_BYTES * self.config.gather_numel)
         for bucket in self.buckets:
             if is_lamb:
                 bucket.apply(ratios)
             else:
                 bucket.take_hyperparameters(values)
-                averages.give_to(bucket)
+                self.reducer.give_to(bucket)
                 bucket.step()
             bucket.give_hyperparameters(groups, values)
             self._send(bucket, pipeline)
@@ -272,18 +257,19 @@ class PartitionedParameters:
             gradients.average = None
             if gradients.errors is not None:
                 gradients.errors.keep()
-            if gradients.param_form is not None:
-                to = gradients.cut, gradients.communicator, gradients.param_form
-                send_differences(self.tensors, mine, *to, pipeline)
+            if (form := gradients.param_form) is not None:
+                nbytes = gradients.communicator.world_size * form.nbytes(gradients.cut.part_numel)
+                to = gradients.cut, gradients.communicator, form
+                pipeline.add(send_differences(self.tensors, mine, *to), nbytes)
             elif gradients.communicator.world_size > 1:
                 gather_parameters(self.tensors, gradients.cut, gradients.communicator, pipeline)
 
-    def _trust_ratios(self, averages: GradientAverages, values: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
+    def _trust_ratios(self, values: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
         """Run the first half of Lamb's step; one small all-reduce sums the norms of all tensors over the ranks."""
         squares = torch.zeros(len(self.known), 2, dtype=torch.float64, device=self.communicator.device)
         for bucket in self.buckets:
             bucket.take_hyperparameters(values)
-            averages.give_to(bucket)
+            self.reducer.give_to(bucket)
             for part, square in bucket.measure():
                 squares[part.param] += square.to(squares.device)
         for communicator in self.communicators():

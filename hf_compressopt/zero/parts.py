@@ -133,24 +133,16 @@ def in_host_memory(tensor: Tensor) -> Tensor:
 
 
 class Part:
-    """A part of a parameter that this rank updates.
-
-    Attributes:
-        param, slice, group: Numbers of the parameter, of its slice and of its param group.
-        span: The elements of the parameter.
-        tensor: [span.numel], the parameter of the wrapped optimizer: the memory of the real parameter, or a master
-            copy of another dtype or in another place.
-        direct: Whether it is the memory of the real parameter.
-        is_ahead: Whether it is a master of which all ranks have replicas, which may lag behind: the real parameters.
-    """
+    """A part of a parameter that this rank updates."""
 
     def __init__(
         self, span: Span, number: int, group: int, param: Tensor, master: torch.dtype, offload: bool, is_ahead: bool
     ) -> None:
         self.param, self.span, self.slice, self.group, self.is_ahead = span.index, span, number, group, is_ahead
         wide = master if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
+        # whether the tensor is the memory of the real parameter; else a master copy, ahead of replicas if ``is_ahead``
         self.direct = param.is_contiguous() and param.dtype == wide and not offload and not is_ahead
-        self.tensor = self.replica_in(param)
+        self.tensor = self.replica_in(param)  # [span.numel], the parameter of the wrapped optimizer
         if not self.direct:
             self.tensor = self.tensor.to(wide, copy=True)
             self.tensor = in_host_memory(self.tensor) if offload else self.tensor
@@ -184,12 +176,11 @@ class Part:
         self._bits = _fingerprint(values.reshape(-1))
 
     def follow(self, param: Tensor) -> bool:
-        """Follow the parameter: to other memory if it was moved, and to values that other code has written.
+        """Follow the parameter to other memory, and to values that others have written. Returns if the device is new.
 
         A master copy keeps its digits for elements that still are what it rounds to, and takes the parameter's value
         for all others; a master that is ahead takes all values if one was written. Values are compared, by sums of
         their bits if they were written here last, because torch counts no version for writes through ``.data``.
-        Returns whether the part is on another device now.
         """
         if self.direct and param.is_contiguous() and param.dtype == self.tensor.dtype:
             here = self.tensor.data_ptr() - self.span.start * self.tensor.element_size()
@@ -279,10 +270,7 @@ def _keep_digits(master: Tensor, values: Tensor) -> None:
 
 
 class UpdateBucket:
-    """Some consecutive slices, their parts by number, and the wrapped optimizer of this rank's parts of them, or None.
-
-    Element-wise state has ``state_dtype`` between steps; None leaves it as it is.
-    """
+    """Some consecutive slices, their parts by number, and the wrapped optimizer of this rank's parts, or None."""
 
     def __init__(
         self,
@@ -293,7 +281,7 @@ class UpdateBucket:
         state_dtype: torch.dtype | None,
     ) -> None:
         self.slices = {number: [part for part in parts if part.slice == number] for number in slices}
-        self.parts, self._state_dtype = list(parts), state_dtype
+        self.parts, self._state_dtype = list(parts), state_dtype  # of element-wise state between steps; None: as it is
         self.inner: torch.optim.Optimizer | None = None
         self._groups: list[tuple[int, dict[str, Any]]] = []  # number of the user's group, and the wrapped optimizer's
         if parts:

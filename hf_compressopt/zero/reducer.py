@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -21,11 +20,11 @@ from torch import Tensor
 from hf_compressopt.collectives.backward import BackwardPasses
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import Pipeline, Task, all_gather, scatter_sums
-from hf_compressopt.flat import Span
+from hf_compressopt.flat import FLOAT_BYTES, Span
 from hf_compressopt.kernels import IntegerFormat, sum_of_squares
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.math import known_clip_factor
-from hf_compressopt.zero.config import LossScale, Precision
+from hf_compressopt.zero.config import ZeroConfig
 from hf_compressopt.zero.low_bit import SliceErrors, send_gradients
 from hf_compressopt.zero.parts import Part, Slice, UpdateBucket, in_host_memory, write_span
 
@@ -34,32 +33,60 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class SliceGradients:
-    """The gradients of one slice on their way to their owners.
+class LossScale:
+    """The factor of the loss before backward, which keeps small float16 gradients from becoming zero."""
 
-    Attributes:
-        sent_dtype: dtype on the wire; that of the average is kept_dtype.
-        param_form: Form of the messages of the parameters; None is full precision.
-        errors: The worker errors, and the form of the messages, of compressed gradients; None is full precision.
-        average: [part_numel] of kept_dtype, this rank's part summed over the passes; None before the first.
-        buffer: [cut.numel] of sent_dtype, to be sent; ``filled`` are the parameters whose gradients are in it.
-    """
+    value: float = 1.0
+    growth_interval: int = 0  #: Steps without an overflow after which the factor doubles; 0 keeps it fixed.
+    good_steps: int = 0  #: Steps without an overflow since the factor changed.
+    of_scaler: float = 1.0  #: The factor of a GradScaler, which comes on top.
+
+    @classmethod
+    def of(cls, config: ZeroConfig) -> LossScale:
+        if config.loss_scale == "dynamic":
+            return cls(float(config.initial_loss_scale), config.loss_scale_window)
+        return cls(float(config.loss_scale))
+
+    @property
+    def of_gradients(self) -> float:
+        """The factor that the gradients of the coming backward carry."""
+        return self.value * self.of_scaler
+
+    def update(self, overflow: bool) -> None:
+        """Count a step: halve the factor after an overflow, double it after ``growth_interval`` good steps."""
+        if self.growth_interval == 0:
+            return
+        if overflow:
+            self.value, self.good_steps = max(self.value / 2, 1.0), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.value, self.good_steps = self.value * 2, 0
+
+
+@dataclass
+class SliceGradients:
+    """The gradients of one slice on their way to their owners."""
 
     cut: Slice
     communicator: Communicator
-    sent_dtype: torch.dtype
-    kept_dtype: torch.dtype
+    sent_dtype: torch.dtype  # on the wire
+    kept_dtype: torch.dtype  # of the average
     device: torch.device
     offload: bool = False
-    param_form: IntegerFormat | None = None
-    errors: SliceErrors | None = None
-    average: Tensor | None = None
-    buffer: Tensor | None = None
-    filled: set[int] = field(default_factory=set)
+    param_form: IntegerFormat | None = None  # of the messages of parameters; None is full precision
+    errors: SliceErrors | None = None  # and the form of the messages of gradients; None is full precision
+    average: Tensor | None = None  # [part_numel] this rank's part, summed over the passes; None before the first
+    buffer: Tensor | None = None  # [cut.numel], to be sent
+    filled: set[int] = field(default_factory=set)  # the parameters whose gradients are in it
     sent: bool = False
 
+    def make_errors(self, form: IntegerFormat) -> None:
+        """Take errors of 0, in the sizes of the topology of now."""
+        nodes = self.communicator.topology.nodes  # as many as ranks, if the topology is flat
+        self.errors = SliceErrors(form, nodes * self.cut.part_numel, nodes, self.device)
+
     def begin(self) -> None:
-        """Prepare for a pass."""
         self.buffer, self.sent, self.filled = None, False, set()
 
     def room(self) -> Tensor:
@@ -77,10 +104,6 @@ class SliceGradients:
             for begin, span in rows if number not in self.filled else ():
                 buffer[begin : begin + span.numel] = 0
         return buffer
-
-    def average_of(self, span: Span) -> Tensor | None:
-        """Return the average of a span of this rank's part, sharing memory; None before the first pass."""
-        return None if self.average is None else self.average[span.offset : span.offset + span.numel]
 
     def settable_average_of(self, span: Span) -> Tensor:
         """Return the average of a span, sharing memory; it begins as zeros if there is none."""
@@ -101,51 +124,42 @@ class SliceGradients:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole message."""
         return self.cut.numel * self.sent_dtype.itemsize
 
 
 class GradientReducer:
-    """Sender of gradients to their owners, and keeper of this rank's averages, presence and fault."""
+    """Sender of gradients to their owners, and keeper of this rank's averages; ``factor`` unscales and clips them."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        precision: Precision,
-        window_bytes: int,
-        loss_scale: LossScale,
-        *,
-        overlap: bool,
-        contiguous: bool,
-    ) -> None:
+    def __init__(self, communicator: Communicator, config: ZeroConfig, loss_scale: LossScale) -> None:
         self.slices: list[SliceGradients] = []
         self.present: list[bool] = []
         self.fault: Exception | None = None
         self.passes = 0
+        self.factor, self.were_clipped = 1.0, False
+        self._square: float | None = None  # of the norm of the averages as they are; None if it is not known
+        self._norm_of_pass = 0
         self._communicator, self._checked = communicator, False
-        self._precision, self._pipeline, self._loss_scale = precision, Pipeline(window_bytes), loss_scale
-        self._overlap, self._contiguous = overlap, contiguous
+        self._config, self._loss_scale = config, loss_scale
+        self._pipeline = Pipeline(2 * FLOAT_BYTES * config.reduce_numel)
         self._params: list[tuple[Tensor, str]] = []
-        self._backward = BackwardPasses(self, "ZeroOptimizer", communicator)
+        self.backward = BackwardPasses(self, "ZeroOptimizer", communicator)
         self._announce: weakref.WeakMethod[Callable[[], Any]] | None = None
 
     @property
     def bytes_under_way(self) -> int:
-        """Bytes of the messages under way, in both directions."""
         return self._pipeline.nbytes
 
     def add(self, params: Sequence[tuple[Tensor, str]], slices: Sequence[SliceGradients]) -> None:
-        """Add parameters and their slices."""
         self._params += params
         self.present += [False] * len(params)
-        self._backward.add([param for param, _ in params], [gradients.cut.places for gradients in slices])
+        self.backward.add([param for param, _ in params], [gradients.cut.places for gradients in slices])
         for gradients in slices:
             gradients.begin()
             self.slices.append(gradients)
         self._checked = False
 
     def check_layout(self) -> None:
-        """Check that all ranks have the same slices, unless they were checked. All ranks call."""
+        """Check once that all ranks have the same slices. All ranks call."""
         if not self._checked:
             layout = [(g.cut.part_numel, len(g.cut.parts), g.sent_dtype, g.kept_dtype, *g.forms) for g in self.slices]
             self._communicator.require_equal(
@@ -154,21 +168,8 @@ class GradientReducer:
             )
             self._checked = True
 
-    def detach(self) -> None:
-        """Remove the hooks from the parameters: gradients stay in p.grad from now on."""
-        self._backward.hooks.detach()
-
-    def require_attached(self) -> None:
-        """Check that the optimizer still gets gradients."""
-        self._backward.hooks.require_attached()
-
     def holds_gradients(self) -> bool:
-        """Tell whether gradients were taken that no step has used."""
         return any(self.present)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients in p.grad inside the block; the next pass outside sends them with its own."""
-        return self._backward.no_sync()
 
     def announce_passes(self, announce: Callable[[], Any]) -> None:
         """Call a method before each pass, without keeping its object alive."""
@@ -188,12 +189,8 @@ class GradientReducer:
     def empty_pass(self) -> None:
         """Take part in a pass of the other ranks without gradients of this rank."""
         announce, self._announce = self._announce, None  # the pass of the others
-        self._backward.empty_pass()
+        self.backward.empty_pass()
         self._announce = announce
-
-    def agree_on_order(self) -> None:
-        """Send slices, after the first step, in the order in which rank 0 completed them. All ranks call."""
-        self._backward.order.agree(self._communicator)
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
@@ -206,10 +203,10 @@ class GradientReducer:
 
     def take(self, number: int) -> bool:
         """See :class:`~hf_compressopt.collectives.backward.Sender`: after its slice a gradient stays in p.grad."""
-        mine = self._backward.order.of.get(number, ())
+        mine = self.backward.order.of.get(number, ())
         if self._params[number][0].grad is None or any(self.slices[index].sent for index in mine):
             return False
-        if self._contiguous:
+        if self._config.contiguous_gradients:
             self._fill(number)
         return True
 
@@ -226,10 +223,11 @@ class GradientReducer:
             )
             return
         self.present[number] = True
-        for index in self._backward.order.of.get(number, ()):
+        for index in self.backward.order.of.get(number, ()):
             gradients = self.slices[index]
-            scale, world_size = self._precision.before, gradients.communicator.world_size
-            if scale is None and self._precision.after is None and world_size > 1 and gradients.errors is None:
+            precision, world_size = self._config.precision, gradients.communicator.world_size
+            scale = precision.before
+            if scale is None and precision.after is None and world_size > 1 and gradients.errors is None:
                 scale = 1.0 / world_size
             pack(gradients.room(), gradients.cut, number, grad, scale, add=number in gradients.filled)
             gradients.filled.add(number)
@@ -241,7 +239,7 @@ class GradientReducer:
             if number not in gradients.filled:
                 self._fill(number)
         self._pipeline.add(self._average(gradients), 2 * gradients.nbytes)
-        if not self._overlap:
+        if not self._config.overlap_comm:
             self._pipeline.drain()
 
     def _average(self, gradients: SliceGradients) -> Task[None]:
@@ -250,10 +248,10 @@ class GradientReducer:
         The owner sums in float32, in an order that depends on the topology alone: the bits depend neither on the
         backend nor on the number of messages. gloo's own reduce-scatter moves twice the bytes.
         """
-        ranks, kept, after = gradients.communicator, gradients.kept_dtype, self._precision.after
+        ranks, kept, after = gradients.communicator, gradients.kept_dtype, self._config.precision.after
         if gradients.errors is not None:
             scale = self._loss_scale.of_gradients
-            average = yield from send_gradients(gradients.close(), gradients.cut, ranks, gradients.errors, scale)
+            average = yield from send_gradients(gradients.close(), ranks, gradients.errors, scale)
         else:
             summed = gradients.close()
             if ranks.world_size > 1:
@@ -268,11 +266,7 @@ class GradientReducer:
         self.passes += 1
 
     def interrupted(self) -> None:
-        self.flush()
-
-    def flush(self) -> None:
-        """End a pass: send the rest, with zeros for missing gradients, and wait for all messages. All ranks call."""
-        self._backward.flush()
+        self.backward.flush()
 
     # -- after backward -----------------------------------------------------------------------------------------------
 
@@ -281,7 +275,7 @@ class GradientReducer:
         left = [False] * len(self.slices)
         for number, (param, _) in enumerate(self._params):
             if param.grad is not None:
-                mine = self._backward.order.of.get(number, ())
+                mine = self.backward.order.of.get(number, ())
                 if not mine:
                     param.grad = None  # no element
                 for index in mine:
@@ -291,7 +285,7 @@ class GradientReducer:
     @torch.no_grad()
     def send_leftovers(self, chosen: Sequence[bool]) -> None:
         """Send the slices for which any rank has leftovers. All ranks call, with the same choice."""
-        indices = self._backward.order.chosen(chosen)
+        indices = self.backward.order.chosen(chosen)
         for index in indices:
             self.send(index)
         self._finish(indices)
@@ -311,7 +305,7 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Drop all gradients, and the errors of their messages. All ranks call if a pass is open."""
-        self.flush()
+        self.backward.flush()
         for gradients in self.slices:
             gradients.average = None
             if gradients.errors is not None:
@@ -319,33 +313,17 @@ class GradientReducer:
         for number, (param, _) in enumerate(self._params):
             self.present[number] = False
             param.grad = None
-        self.fault = None
+        self.fault, self._square, self.factor = None, None, 1.0
 
+    # -- the averages of a step, between backward and the update ------------------------------------------------------
 
-# -- the averages of a step --------------------------------------------------------------------------------------------
-
-
-class GradientAverages:
-    """This rank's average gradients between backward and the update; ``factor`` takes the loss scale out, and clips."""
-
-    def __init__(self, partition: PartitionedParameters, loss_scale: LossScale) -> None:
-        self.factor, self.were_clipped = 1.0, False
-        self._partition, self._reducer, self._loss_scale = partition, partition.reducer, loss_scale
-        self._square: float | None = None  # of the norm of the averages as they are; None if it is not known
-        self._norm_of_pass = 0
-
-    def clear(self) -> None:
-        """Drop all gradients and the norm. All ranks call if a pass is open."""
-        self._reducer.clear()
-        self._square, self.factor = None, 1.0
-
-    def finish(self, groups: Sequence[dict[str, Any]]) -> float:
+    def finish(self, partition: PartitionedParameters, groups: Sequence[dict[str, Any]]) -> float:
         """Send the rest, and agree on the squared norm of the average times ``factor``. All ranks call."""
-        self._reducer.flush()
-        if self._square is None or self._norm_of_pass != self._reducer.passes:
+        self.backward.flush()
+        if self._square is None or self._norm_of_pass != self.passes:
             if self._square is None:
                 self.factor /= self._loss_scale.value
-            self._square, self._norm_of_pass = self._agree(groups), self._reducer.passes
+            self._square, self._norm_of_pass = self._agree(partition, groups), self.passes
         return self._square * self.factor**2
 
     def clip(self, norm: float, max_norm: float) -> None:
@@ -363,20 +341,20 @@ class GradientAverages:
     def note_scaler(self, scale: float) -> None:
         """Note a gradient scaler's factor, of these gradients or of the coming ones."""
         before, self._loss_scale.of_scaler = self._loss_scale.of_scaler, scale
-        for gradients in self._reducer.slices:
+        for gradients in self.slices:
             if gradients.errors is not None and before != scale:
                 gradients.errors.rescale(before / scale)  # they were made with the other factor
 
     def was_set(self, number: int) -> None:
         """Note that a user has set a parameter's average, so that the norm is another one."""
-        self._reducer.present[number] = True
+        self.present[number] = True
         self._norm_of_pass = -1
 
     def give_to(self, bucket: UpdateBucket) -> None:
         """Give the parts of a bucket their gradients, unscaled and clipped; None if no rank had a gradient."""
         for part in bucket.parts:
             average = self._of(part)
-            if average is None or not self._reducer.present[part.param]:
+            if average is None or not self.present[part.param]:
                 part.tensor.grad = None
                 continue
             wide = average if average.dtype in (torch.float32, torch.float64) else average.float()
@@ -385,98 +363,95 @@ class GradientAverages:
             part.tensor.grad = wide.to(part.tensor)
 
     def _of(self, part: Part) -> Tensor | None:
-        return self._reducer.slices[part.slice].average_of(part.span)
+        """Return the average of a part, sharing memory; None before the first pass."""
+        average, span = self.slices[part.slice].average, part.span
+        return None if average is None else average[span.offset : span.offset + span.numel]
 
-    def _agree(self, groups: Sequence[dict[str, Any]]) -> float:
+    def _agree(self, partition: PartitionedParameters, groups: Sequence[dict[str, Any]]) -> float:
         """Exchange norms, faults, missing gradients, gradients that were not sent, and parameters newly unfrozen."""
-        reducer = self._reducer
         while True:
-            left, unfrozen = reducer.leftovers(), self._unfrozen(groups)
-            own = [float(reducer.fault is not None), float(any(left)), float(bool(unfrozen))]
-            everyone, *others = self._partition.communicators()
-            tail = numbers_on(everyone.device, own + self._flags(left, everyone), torch.float64)
-            message = torch.cat([self._squares(), tail])
+            left, unfrozen = self.leftovers(), self._unfrozen(partition, groups)
+            own = [float(self.fault is not None), float(any(left)), float(bool(unfrozen))]
+            everyone, *others = partition.communicators()
+            tail = numbers_on(everyone.device, own + self._flags(partition, left, everyone), torch.float64)
+            message = torch.cat([self._squares(partition), tail])
             everyone.all_reduce(message).wait()
             *squares, faults, any_left, any_unfrozen = (numbers := message.tolist())[:5]
-            chosen, present = self._read_flags(numbers[5:], everyone)
+            chosen, present = self._read_flags(partition, numbers[5:], everyone)
             for communicator in others:
-                flags = numbers_on(communicator.device, self._flags(left, communicator), torch.float64)
+                flags = numbers_on(communicator.device, self._flags(partition, left, communicator), torch.float64)
                 communicator.all_reduce(flags).wait()
-                more_chosen, more_present = self._read_flags(flags.tolist(), communicator)
+                more_chosen, more_present = self._read_flags(partition, flags.tolist(), communicator)
                 chosen = [a or b for a, b in zip(chosen, more_chosen, strict=True)]
                 present = [a or b for a, b in zip(present, more_present, strict=True)]
             if faults > 0:
-                self._raise_fault(int(faults))
+                fault, self.fault = self.fault, None
+                raise fault or RuntimeError(f"{int(faults)} other rank(s) had gradients that cannot be used")
             if any_unfrozen > 0:
-                self._partition.add(groups, unfrozen)
-                reducer.check_layout()
+                partition.add(groups, unfrozen)
+                self.check_layout()
             elif any_left > 0:
-                reducer.send_leftovers(chosen)
+                self.send_leftovers(chosen)
             else:
                 break
-        reducer.present = present
-        self._check_unused()
-        return self._sum_over_model(squares)
+        self.present = present
+        self._check_unused(partition)
+        return self._sum_over_model(partition, squares)
 
-    def _unfrozen(self, groups: Sequence[dict[str, Any]]) -> list[int]:
+    def _unfrozen(self, partition: PartitionedParameters, groups: Sequence[dict[str, Any]]) -> list[int]:
         try:
-            return self._partition.unfrozen(groups)
+            return partition.unfrozen(groups)
         except (TypeError, ValueError) as error:
-            self._reducer.fault = error
+            self.fault = error
             return []
 
-    def _flags(self, left: list[bool], communicator: Communicator) -> list[float]:
+    def _flags(self, partition: PartitionedParameters, left: list[bool], communicator: Communicator) -> list[float]:
         """Tell the ranks of a communicator which of their parameters had gradients here, and which slices have more."""
-        reducer = self._reducer
-        met = [float(reducer.present[number]) for number in self._partition.of_communicator(communicator)]
-        return met + [float(f) for f, g in zip(left, reducer.slices, strict=True) if g.communicator is communicator]
+        met = [float(self.present[number]) for number in partition.of_communicator(communicator)]
+        return met + [float(f) for f, g in zip(left, self.slices, strict=True) if g.communicator is communicator]
 
-    def _read_flags(self, flags: Sequence[float], communicator: Communicator) -> tuple[list[bool], list[bool]]:
+    def _read_flags(
+        self, partition: PartitionedParameters, flags: Sequence[float], communicator: Communicator
+    ) -> tuple[list[bool], list[bool]]:
         """Tell for each slice whether any rank has leftovers, and for each parameter whether any had a gradient."""
         rest = (flag > 0 for flag in flags)
-        present = [known.communicator is communicator and next(rest) for known in self._partition.known]
-        chosen = [g.communicator is communicator and next(rest) for g in self._reducer.slices]
+        present = [known.communicator is communicator and next(rest) for known in partition.known]
+        chosen = [g.communicator is communicator and next(rest) for g in self.slices]
         return chosen, present
 
-    def _check_unused(self) -> None:
-        """Raise an error if a parameter had no gradient on any rank and that is not accepted."""
-        if self._partition.config.ignore_unused_parameters or all(self._reducer.present):
+    def _check_unused(self, partition: PartitionedParameters) -> None:
+        if partition.config.ignore_unused_parameters or all(self.present):
             return
-        known = self._partition.known
-        unused = [entry.name for entry, met in zip(known, self._reducer.present, strict=True) if not met]
+        known = partition.known
+        unused = [entry.name for entry, met in zip(known, self.present, strict=True) if not met]
         raise RuntimeError(
             f"parameters without a gradient on any rank: {', '.join(unused[:8])}; ignore_unused_parameters=True "
             "accepts them, or set requires_grad=False before making the optimizer"
         )
 
-    def _squares(self) -> Tensor:
+    def _squares(self, partition: PartitionedParameters) -> Tensor:
         """Sum the squares of this rank's averages: [2] float64, of parameters that are not, and are, model-parallel."""
-        squares = torch.zeros(2, dtype=torch.float64, device=self._partition.communicator.device)
+        squares = torch.zeros(2, dtype=torch.float64, device=partition.communicator.device)
         found: dict[tuple[int, torch.device], list[Tensor]] = {}
-        for _, part in self._partition.parts():
+        for _, part in partition.parts():
             average = self._of(part)
             if average is not None:
-                kind = int(self._partition.known[part.param].model_parallel)
+                kind = int(partition.known[part.param].model_parallel)
                 found.setdefault((kind, average.device), []).append(average)
         for (kind, device), tensors in found.items():
             squares[kind] += sum_of_squares(tensors, device).to(squares.device)
         return squares
 
-    def _sum_over_model(self, squares: Sequence[float]) -> float:
+    @staticmethod
+    def _sum_over_model(partition: PartitionedParameters, squares: Sequence[float]) -> float:
         """Sum squares over the ranks that share a model; parameters that each of them has whole count once."""
-        (replicated, split), model = squares, self._partition.model_parallel
+        (replicated, split), model = squares, partition.model_parallel
         if model is None:
             return replicated + split
         mine = split + replicated if model.rank == 0 else split + 0 * replicated
         total = numbers_on(model.device, [mine], torch.float64)
         model.all_reduce(total).wait()
         return float(total)
-
-    def _raise_fault(self, count: int) -> None:
-        fault, self._reducer.fault = self._reducer.fault, None
-        if fault is not None:
-            raise fault
-        raise RuntimeError(f"{count} other rank(s) had gradients that cannot be used")
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -500,7 +475,6 @@ def pack(buffer: Tensor, cut: Slice, param: int, values: Tensor, scale: float | 
 def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Communicator, pipeline: Pipeline) -> None:
     """Start giving all ranks what this rank has updated; all is there when ``pipeline`` is drained."""
     nbytes = cut.numel * params[next(iter(cut.places))].element_size()
-    pipeline.room_for(nbytes)
     pipeline.add(_gather(params, cut, communicator), nbytes)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_compressopt.format.plan import MASTER, REPLICA
 from hf_compressopt.optim.options import check_count
-from hf_compressopt.optim.state import STATE_KEY, make_stub
+from hf_compressopt.optim.state import STATE_KEY, load_groups, make_stub, matching_groups
 from hf_compressopt.zero.low_bit import SliceErrors
 from hf_compressopt.zero.parts import OWN_KEYS, Part, UpdateBucket, element_state
 
@@ -93,12 +93,7 @@ def take_rows(optimizer: ZeroOptimizer, rows: Iterable[Row], groups: Sequence[di
                 dtype = part.tensor.dtype if of_torch else torch.promote_types(value.dtype, part.tensor.dtype)
             state[name] = value.to(part.tensor.device, dtype or value.dtype)
         bucket.replace_state(part, state)
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in values.items():
-            if key == "lr" and isinstance(group.get(key), Tensor):
-                group[key].fill_(float(value))
-            elif key not in OWN_KEYS and key not in FUNCTIONAL:
-                group[key] = value
+    load_groups(optimizer, groups, (*OWN_KEYS, *FUNCTIONAL))
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
@@ -137,10 +132,7 @@ def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, An
     """Load a state dict of this rank and layout, or a whole one without header; nothing changes if it does not fit."""
     partition = optimizer.partition
     partition.require_replicas("load_state_dict()")
-    saved_groups = state_dict["param_groups"]
-    sizes, saved = [len(g["params"]) for g in optimizer.param_groups], [len(g["params"]) for g in saved_groups]
-    if sizes != saved:
-        raise ValueError(f"the state dict has param groups of {saved} parameters, this optimizer of {sizes}")
+    saved_groups = matching_groups(optimizer, state_dict)
     if own is not None:
         _check_own(optimizer, own)
     keys = chain.from_iterable(group["params"] for group in saved_groups)

@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ((5, 7), (11,), (0, 4), ())
 
 
-ONEBIT = {"freeze_step": 2, "bucket_cap_mb": 0.0001, "scale_block": 16}
+ONEBIT = {"freeze_step": 2, "bucket_cap_mb": 0.0001, "scale_block": 16, "state": "float32"}
 COMPACT = {**ONEBIT, "state": "compact"}
 ZERO_ONE = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 4}
 ZERO_ONE |= {"bucket_cap_mb": 0.0001, "scale_block": 16}
@@ -79,11 +79,30 @@ RESUMED = {
     "onebit_adam_compact_switching_2": Kind("OnebitAdam", COMPACT, 2, 2),
     "onebit_adam_compact_3": Kind("OnebitAdam", COMPACT, 3, 4),
     "onebit_adam_compact_warmup_3": Kind("OnebitAdam", COMPACT, 3, 1),
+    "onebit_adam_8_bits_3": Kind("OnebitAdam", {**ONEBIT, "warmup_bits": 8}, 3, 1),
+    "onebit_adam_zero1_warmup_2": Kind("OnebitAdam", {**COMPACT, "zero_stage": 1}, 2, 1),
+    "onebit_adam_zero1_switching_3": Kind("OnebitAdam", {**COMPACT, "zero_stage": 1}, 3, 2),
+    "onebit_adam_zero1_3": Kind("OnebitAdam", {**COMPACT, "zero_stage": 1}, 3, 4),
+    "onebit_adam_zero2_warmup_3": Kind("OnebitAdam", {**COMPACT, "zero_stage": 2}, 3, 1),
+    "onebit_adam_zero2_2": Kind("OnebitAdam", {**COMPACT, "zero_stage": 2}, 2, 4),
+    "onebit_adam_nodes_warmup_4": Kind("OnebitAdam", {**COMPACT, "node_size": 2}, 4, 1),
+    "onebit_adam_nodes_4": Kind("OnebitAdam", {**COMPACT, "node_size": 2}, 4, 4),
+    "onebit_adam_zero1_nodes_4": Kind("OnebitAdam", {**COMPACT, "zero_stage": 1, "node_size": 2}, 4, 4),
+    "onebit_lamb_nodes_4": Kind("OnebitLamb", {**ONEBIT, "node_size": 2}, 4, 4),
+    "zero_one_adam_nodes_4": Kind("ZeroOneAdam", {**ZERO_ONE, "state": "compact", "node_size": 2}, 4, 9),
+    "onebit_adam_own_group_warmup_3": Kind("OnebitAdam", COMPACT, 3, 1, own_group=True),
+    "onebit_lamb_own_group_3": Kind("OnebitLamb", ONEBIT, 3, 4, own_group=True),
+    "zero_one_adam_own_group_3": Kind("ZeroOneAdam", ZERO_ONE, 3, 9, own_group=True),
+    "zero_one_adam_clipped_2": Kind("ZeroOneAdam", {**ZERO_ONE, "max_grad_norm": 0.5}, 2, 9),
     "onebit_lamb_warmup_1": Kind("OnebitLamb", ONEBIT, 1, 1),
     "onebit_lamb_switching_3": Kind("OnebitLamb", ONEBIT, 3, 2),
     "onebit_lamb_compressed_3": Kind("OnebitLamb", ONEBIT, 3, 5),
+    "zero_one_adam_variance_3": Kind("ZeroOneAdam", ZERO_ONE, 3, 2),
     "zero_one_adam_switching_1": Kind("ZeroOneAdam", ZERO_ONE, 1, 3),
     "zero_one_adam_local_3": Kind("ZeroOneAdam", ZERO_ONE, 3, 8),
+    "lamb_bf16_1": Kind("Lamb", {}, 1, 3, BF16),
+    "fused_adam_bf16_1": Kind("FusedAdam", {"master_weights": True}, 1, 3, BF16),
+    "fused_adam_fp16_1": Kind("FusedAdam", {}, 1, 3, torch.float16),
     "zero2_adamw_3": Kind("AdamW", {"stage": 2, "reduce_bucket_size": 500}, 3, 3),
     "zero1_lion_3": Kind("Lion", {"stage": 1}, 3, 3),
     "zero2_lamb_3": Kind("Lamb", {"stage": 2, "reduce_bucket_size": 700, "round_robin_gradients": True}, 3, 3),
@@ -107,10 +126,9 @@ RESUMED = {name: kind._replace(shapes=LARGE) for name, kind in RESUMED.items()}
 def make(kind: Kind) -> tuple[list[nn.Parameter], Any]:
     """The parameters and the optimizer of a kind, alike on every rank; all ranks call it."""
     generator = torch.Generator().manual_seed(0)
-    named = [
-        (f"layer.{i}", nn.Parameter(torch.randn(shape, generator=generator).to(kind.dtype)))
-        for i, shape in enumerate(kind.shapes)
-    ]
+    values = [torch.randn(shape, generator=generator).to(kind.dtype) for shape in kind.shapes]
+    values[0] = values[0].t().contiguous().t()  # its elements lie in another order
+    named = [(f"layer.{i}", nn.Parameter(value)) for i, value in enumerate(values)]
     groups: list[dict[str, Any]] = [
         {"params": named[:1]},
         {"params": named[1:-1], "weight_decay": 0.1},
@@ -121,8 +139,8 @@ def make(kind: Kind) -> tuple[list[nn.Parameter], Any]:
         groups[0]["exp_avg_mask"] = (torch.arange(kind.shapes[0][-1]) < 5).float()
         groups[2]["non_freeze"] = True
     if kind.own_group:
-        singles = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-        groups[1]["process_group"] = singles[dist.get_rank()]
+        halves = [dist.new_group([r for r in range(dist.get_world_size()) if r % 2 == half]) for half in (0, 1)]
+        groups[1]["process_group"] = halves[dist.get_rank() % 2]
     params = [param for _, param in named]
     if "stage" in kind.options:
         return params, hf_compressopt.ZeroOptimizer(groups, cls, lr=0.01, **kind.options)
@@ -132,7 +150,8 @@ def make(kind: Kind) -> tuple[list[nn.Parameter], Any]:
 def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
     """Steps with another lr each, and gradients that differ where the optimizer averages them; one comes at times."""
     for step in steps:
-        local = isinstance(optimizer, ZeroOptimizer) or (hasattr(optimizer, "plan") and not optimizer.plan.reduce_grads)
+        compressed = hasattr(optimizer, "plan")
+        local = compressed or isinstance(optimizer, ZeroOptimizer)
         generator = torch.Generator().manual_seed(1000 * (rank + 1) * local + step)
         for group in optimizer.param_groups:
             group["lr"] = 0.01 / (step + 1)
@@ -140,6 +159,8 @@ def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any
             param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
             if number == 1 and step % 3 == 1:
                 param.grad = None
+        if compressed:
+            hf_compressopt.average_gradients(optimizer)
         optimizer.step()
 
 

@@ -14,7 +14,9 @@ from torch import nn
 
 from hf_compressopt import OnebitAdam, load_state, save_state
 from hf_compressopt.checkpoint.load import _Reading
-from hf_compressopt.format.index import sealed
+from hf_compressopt.checkpoint.portable import consolidate
+from hf_compressopt.format.index import CheckpointError, checksum_of, sealed
+from hf_compressopt.format.shards import ShardFile
 from tests.checkpoint import kinds
 from tests.checkpoint.kinds import Kind, observe, train
 from tests.support.harness import run_ranks, run_ranks_expecting_error
@@ -115,22 +117,23 @@ def in_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytearray], 
     return changed
 
 
-def in_index(change: Callable[[dict[str, Any]], Any]) -> Damage:
+def in_index(change: Callable[[dict[str, Any]], Any], said: str = INDEX) -> Damage:
     def damage(folder: Path) -> str:
         index = read_index(folder)
         change(index)
         write_index(folder, index)
-        return INDEX
+        return said
 
     return damage
 
 
-def header_with(key: str, value: Any) -> Damage:
+def header_with(key: str, value: Any, said: str = INDEX) -> Damage:
     def change(index: dict[str, Any]) -> None:
         header = index["header"]
-        next(place for place in (header, header["schedule"], header["param_groups"][0]) if key in place)[key] = value
+        places = (header, header.get("schedule", {}), header["param_groups"][0])
+        next((place for place in places if key in place), header)[key] = value
 
-    return in_index(change)
+    return in_index(change, said)
 
 
 def name_a_file(name: str) -> Damage:
@@ -218,10 +221,36 @@ def overlap_the_pieces(index: dict[str, Any]) -> None:
     entry["pieces"][1]["start"] -= 1
 
 
-def of_tensors(change: Callable[[dict[str, Any]], Any]) -> Damage:
-    return in_index(lambda index: change(index["tensors"]))
+def of_tensors(change: Callable[[dict[str, Any]], Any], said: str = INDEX) -> Damage:
+    return in_index(lambda index: change(index["tensors"]), said)
 
 
+def top_off_the_grid(folder: Path) -> str:
+    """The exponent of no variance, under a checksum that fits."""
+    index = read_index(folder)
+    piece = index["tensors"]["exp_avg_sq_top/group1"]["pieces"][0]
+    shard = folder / index["shards"][piece["shard"]]["file"]
+    place, data = ShardFile(shard).tensors[piece["key"]], bytearray(shard.read_bytes())
+    data[place.begin : place.begin + 4] = (1024).to_bytes(4, "little")
+    shard.write_bytes(data)
+    piece["checksums"] = [checksum_of(data[place.begin : place.end]).hexdigest()]
+    write_index(folder, index)
+    return "from -1008 to 1023, got [0, 1024]"
+
+
+#: Of the tensors of a compact state, which a state in float32 decodes.
+COMPACT: dict[str, Damage] = {
+    "a top off the grid": top_off_the_grid,
+    "signed codes": of_tensors(lambda tensors: tensors["exp_avg_sq_code/layer.0"].update(dtype="int8"), "as int8"),
+    "signed errors": of_tensors(lambda tensors: tensors["server_error/group0"].update(dtype="int8"), "as int8"),
+    "codes of another shape": of_tensors(lambda t: t["exp_avg_sq_code/layer.0"]["shape"].reverse(), "[7, 30]"),
+    "no tops": of_tensors(lambda tensors: tensors.pop("exp_avg_sq_top/group0"), "no tensor 'exp_avg_sq"),
+    "no message": of_tensors(lambda tensors: tensors.pop("exp_avg_message/group1"), "no tensor 'exp_avg/"),
+    "messages of another shape": of_tensors(lambda t: t["exp_avg_message/group1"]["shape"].append(1), "needed is"),
+    "blocks of no length": header_with(
+        "scale_block", 12, "scale_block must be a positive multiple of 8, or None, got 12"
+    ),
+}
 HOSTILE: dict[str, Damage] = {
     "freeze_step": header_with("freeze_step", -5),
     "step": header_with("step", "7"),
@@ -264,16 +293,33 @@ HOSTILE: dict[str, Damage] = {
     "a tensor of nobody": of_tensors(lambda tensors: tensors.update({"optimizer/abc": tensors.pop("step/group0")})),
     "a wider moment": of_tensors(lambda tensors: tensors["exp_avg/layer.0"].update(dtype="float64")),
     "no error": of_tensors(lambda tensors: tensors.pop("worker_error/group0/rank1")),
+    **COMPACT,
 }
-ON_OTHER_RANKS = ["a bit", "no shard", "no error", "another dtype"]
+ON_OTHER_RANKS = ["a bit", "no shard", "no error", "another dtype", "a top off the grid"]
 
 
 @pytest.mark.invariant(27)
-@pytest.mark.parametrize(("case", "ranks"), [*((case, 2) for case in HOSTILE), *((case, 3) for case in ON_OTHER_RANKS)])
-def test_what_is_damaged_is_refused_by_all_ranks_and_changes_nothing(case: str, ranks: int, saved: Path) -> None:
-    file = HOSTILE[case](saved)
-    errors = run_ranks_expecting_error(ranks, load_and_compare, str(saved), {})
-    assert all(text.startswith("CheckpointError") and file in text for text in errors.values()), errors
+@pytest.mark.parametrize(
+    ("case", "ranks", "form"),
+    [
+        *((case, 2, "compact") for case in HOSTILE),
+        *((case, 2, "float32") for case in COMPACT),
+        *((case, ranks, "compact") for case in ON_OTHER_RANKS for ranks in (1, 3)),
+    ],
+)
+def test_what_is_damaged_is_refused_by_all_ranks_and_changes_nothing(
+    case: str, ranks: int, form: str, saved: Path
+) -> None:
+    said = HOSTILE[case](saved)
+    errors = run_ranks_expecting_error(ranks, load_and_compare, str(saved), {"state": form})
+    assert all(text.startswith("CheckpointError") and said in text for text in errors.values()), errors
+
+
+@pytest.mark.parametrize("case", ["a top off the grid", "no tops", "messages of another shape"])
+def test_a_consolidated_file_needs_whole_moments(case: str, saved: Path, tmp_path: Path) -> None:
+    said = HOSTILE[case](saved).partition(", got")[0]
+    with pytest.raises(CheckpointError, match="no tensor" if case == "no tops" else said):
+        consolidate(saved / INDEX, tmp_path / "adam.pt")
 
 
 def damage_after_check(rank: int, world_size: int, directory: str) -> None:

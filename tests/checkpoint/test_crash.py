@@ -45,7 +45,7 @@ def fill(optimizer: Any, version: float) -> None:
     for state in optimizer._states:
         moments = state.moments
         messages = [average.messages for average in moments.last.values()]
-        for tensor in (state.worker_error, state.server_error, moments.codes, moments.tops, *messages):
+        for tensor in (state.errors.worker, state.errors.server, moments.codes, moments.tops, *messages):
             tensor.fill_(marker(version, tensor))
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -186,7 +186,7 @@ def load_version(folder: Path) -> int | None:
         return int(optimizer._step)
     values = {v.item() for state in optimizer.state.values() for t in state.values() for v in t.unique()}
     for state in optimizer._states:
-        values |= {v.item() for error in (state.worker_error, state.server_error) for v in error.unique()}
+        values |= {v.item() for error in (state.errors.worker, state.errors.server) for v in error.unique()}
     assert values == {float(optimizer._step)}, f"the values {values} are mixed, at step {optimizer._step}"
     return int(optimizer._step)
 

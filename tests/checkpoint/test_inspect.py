@@ -15,7 +15,7 @@ from hf_compressopt import OnebitAdam, ZeroOptimizer, cli, save_state
 from hf_compressopt.format.index import sealed
 from tests.checkpoint.test_checkpoint import INDEX, flip, in_shard, index_text, remove_a_shard
 from tests.support.harness import run_ranks
-from tests.support.launching import environment
+from tests.support.launching import environment, run
 
 CLI = [sys.executable, "-m", "hf_compressopt.cli", "inspect"]
 
@@ -97,8 +97,7 @@ def test_it_needs_no_torch(saved: Path) -> None:
         "sys.exit(code)"
     )
     command = [sys.executable, "-c", code, "inspect", str(saved), "--verify"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment())
-    assert done.returncode == 0 and done.stderr.strip() == "[]", done.stderr
+    assert run(command).stderr.strip() == "[]"
 
 
 def renamed(data: bytearray) -> None:

@@ -12,11 +12,11 @@ from torch import nn
 
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, ZeroOptimizer, load_state, save_state
 from hf_compressopt.format.index import CheckpointError, sealed
+from tests.checkpoint.test_portable import SHAPES, train
 from tests.support.family import assign
 from tests.support.harness import on_ranks
 from tests.support.trainer_runs import use_accelerate
 
-SHAPES = [(37, 19), (61,), (), (0, 3), (5, 5)]
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
     "SGD": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
@@ -35,16 +35,6 @@ def make(name: str, zero: bool, **options: Any) -> tuple[list[nn.Parameter], Any
     return params, ZeroOptimizer(groups, cls, **settings, **options) if zero else cls(groups, **settings)
 
 
-def train(params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
-    """The same gradients on all ranks: two of them average to the very bits."""
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for p in params:
-            grad = torch.randn(p.shape, generator=generator)
-            p.grad = grad if p.requires_grad else None
-        optimizer.step()
-
-
 @pytest.mark.invariant(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
@@ -54,7 +44,7 @@ def test_the_next_steps_agree_after_crossing_over_either_way(
     """Three steps of one, then of both, bit for bit; in between ZeRO takes a checkpoint, or a state dict, or gives."""
     for number, (first_is_zero, in_files) in enumerate(((True, True), (False, True), (False, False))):
         params, optimizer = make(name, first_is_zero)
-        train(params, optimizer, range(3))
+        train(0, params, optimizer, range(3))
         for group in optimizer.param_groups:
             group["lr"] *= 0.5
         others, other = make(name, not first_is_zero)
@@ -66,7 +56,7 @@ def test_the_next_steps_agree_after_crossing_over_either_way(
             other.load_state_dict(optimizer.state_dict())
         assert [group["lr"] for group in other.param_groups] == [0.005, 0.01]
         for made, its in ((optimizer, params), (other, others)):
-            train(its, made, range(3, 6))
+            train(0, its, made, range(3, 6))
         assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True)), number
 
 
@@ -84,7 +74,7 @@ OUT_OF_RANGE = [
 @pytest.mark.invariant(27)
 def test_what_a_plain_optimizer_cannot_be_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     params, optimizer = make("AdamW", zero=False)
-    train(params, optimizer, range(2))
+    train(0, params, optimizer, range(2))
     before = [value.clone() for p in params for value in optimizer.state.get(p, {}).values()]
     halves = [("p", nn.Parameter(torch.ones(4, dtype=torch.bfloat16)))]
     for folder, other in (("onebit", OnebitAdam([nn.Parameter(torch.ones(3))])), ("sgd", make("SGD", zero=True)[1])):
@@ -124,10 +114,10 @@ def test_what_the_optimizer_itself_refuses_changes_nothing(tmp_path: Path) -> No
     params, optimizer = make("AdamW", False)
     for group in optimizer.param_groups:
         group["amsgrad"] = True
-    train(params, optimizer, range(3))
+    train(0, params, optimizer, range(3))
     save_state(optimizer, tmp_path)
     others, fused = make("FusedAdam", False)
-    train(others, fused, range(2))
+    train(0, others, fused, range(2))
     before = {name: {p: state[name].clone() for p, state in fused.state.items()} for name in ("exp_avg", "exp_avg_sq")}
     with pytest.raises(ValueError, match="amsgrad must be False"):
         load_state(fused, tmp_path)
@@ -138,7 +128,7 @@ def test_what_the_optimizer_itself_refuses_changes_nothing(tmp_path: Path) -> No
         raise ValueError("not today")
 
     _, again = make("AdamW", False)
-    train(_, again, range(2))
+    train(0, _, again, range(2))
     kept = [state["exp_avg"].clone() for state in again.state.values()]
     again.register_load_state_dict_pre_hook(refuse)
     with pytest.raises(ValueError, match="not today"):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import hf_compressopt
 from hf_compressopt import OnebitAdam, ZeroOptimizer, load_state, save_state
+from hf_compressopt.format.index import CheckpointError
 from tests.oracles.stored import in_float32
 from tests.support.family import assign
 from tests.support.forking import forked
@@ -38,7 +39,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 # saved by, loaded by
 GOING_ON = [(1, 3), (2, 1), (3, 2), (3, 4), (4, 2)]
 GOING_BACK = [*GOING_ON, (4, 1)]
-COMPRESSED = [name for name in OPTIMIZERS if name[0].isupper()]
+COMPRESSED = [name for name in OPTIMIZERS if not name.startswith("zero")]
 
 
 def make(name: str, **options: Any) -> tuple[list[nn.Parameter], Any]:
@@ -223,6 +224,12 @@ def test_what_ranks_share_is_exact_on_any_number_of_them_and_back(name: str, mat
                 assert torch.equal(tensor, original[key]), (key, ranks)
 
 
+def are_equal(name: str, found: Tensor, expected: Tensor, most: float = 0.0) -> bool:
+    """A compact state rounds its errors anew on another number of ranks, each time by half a step of a block."""
+    rounding = 0.0 if name != "compact" or not expected.numel() else 2 * float(expected.abs().max()) / 253
+    return bool(((found - expected).abs() <= max(most, rounding)).all())
+
+
 @pytest.mark.invariant(22)
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_server_errors_keep_their_place_and_worker_errors_their_mean(name: str, matrix: Matrix) -> None:
@@ -236,10 +243,11 @@ def test_server_errors_keep_their_place_and_worker_errors_their_mean(name: str, 
             if ranks[-1] > 1 or saved_by > 1:
                 assert after.keys() == {"group0", "group1"}
             for group, residual in after.items():
-                assert (residual - before.get(group, 0)).abs().max() <= 1e-6 * max(1.0, float(residual.abs().max()))
+                expected = before.get(group, torch.zeros_like(residual))
+                assert are_equal(name, residual, expected, 1e-6 * max(1.0, float(residual.abs().max())))
                 if saved_by > 1:
                     key = f"server_error/{group}"
-                    assert torch.equal(found[key], original[key]), ranks
+                    assert are_equal(name, found[key], original[key]), ranks
             if name == "ZeroOneAdam":
                 assert all(tensors[0].any() for key, tensors in families(found).items() if "layer.3" in key)
 
@@ -260,7 +268,7 @@ def test_what_was_each_ranks_own_is_its_own_on_as_many_ranks_and_the_mean_on_oth
                     continue
                 expected = mean(original[key]) if key in original else torch.zeros_like(tensors[0])
                 assert len(tensors) == loaded_by
-                assert all(torch.equal(tensor, expected.to(tensor.dtype)) for tensor in tensors), key
+                assert all(are_equal(name, tensor, expected.to(tensor.dtype)) for tensor in tensors), key
 
 
 @pytest.mark.invariant(22)
@@ -378,33 +386,14 @@ def test_param_groups_with_a_process_group_of_their_own_want_as_many_ranks(tmp_p
         run_ranks(2, load_experts, str(tmp_path), zero)
         for text in run_ranks_expecting_error(3, load_experts, str(tmp_path), zero).values():
             assert "saved by 2 rank(s) and this run has 3" in text and "param groups [1]" in text, text
-
-
-def save_found(rank: int, world_size: int, folder: str) -> None:
-    params, optimizer = make("ZeroOneAdam", var_freeze_step="auto", max_freeze_step=6, min_freeze_step=1)
-    train(rank, world_size, params, optimizer, range(12))
-    save_state(optimizer, folder)
-
-
-def load_found(rank: int, world_size: int, folder: str) -> None:
-    params, optimizer = make("ZeroOneAdam", var_freeze_step="auto", max_freeze_step=100)
-    load_state(optimizer, folder)
-    train(rank, world_size, params, optimizer, range(12, 14))
-    assert optimizer.freeze_step == 6 and optimizer.metrics()["stage"] == 1.0
-
-
-def test_the_stage_is_that_of_the_checkpoints_schedule(tmp_path: Path) -> None:
-    run_ranks(2, save_found, str(tmp_path / "found"))
-    for world_size in (2, 3):
-        run_ranks(world_size, load_found, str(tmp_path / "found"))
+    with pytest.raises(CheckpointError, match="process_group of its own"):
+        load_state(torch.optim.AdamW([nn.Parameter(torch.zeros(n)) for n in (9, 5)]), tmp_path / "False")
 
 
 SIDE, COUNT = 1024, 30  # 30 parameters of 4 MiB: with Adam's two moments a checkpoint of 240 MiB
 
 
 def sharded() -> Any:
-    from hf_compressopt import ZeroOptimizer
-
     params = [nn.Parameter(torch.zeros(SIDE, SIDE)) for _ in range(COUNT)]
     optimizer = ZeroOptimizer(params, torch.optim.AdamW, stage=1, lr=1e-3)
     sum(p.sum() for p in params).backward()
@@ -414,19 +403,14 @@ def sharded() -> Any:
 
 
 def save(rank: int, world_size: int, directory: str) -> int:
-    from hf_compressopt import save_state
-
     save_state(sharded(), directory)
     return sum(path.stat().st_size for path in Path(directory).glob("*.safetensors"))
 
 
 def load(connection: Any, rank: int, store: str, directory: str) -> None:
     """In a fresh process: bytes of this rank's share, and by how many MiB it grew at most."""
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    from hf_compressopt import load_state
 
     optimizer = sharded()
     states = (bucket.state_of(piece) for bucket, piece in optimizer.partition.parts())

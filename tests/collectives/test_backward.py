@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_compressopt import OnebitAdam, ZeroOptimizer
-from hf_compressopt.collectives.backward import Order
+from hf_compressopt.collectives.exchange import Order
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.support.harness import on_ranks, same_on_all_ranks
 

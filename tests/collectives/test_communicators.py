@@ -139,8 +139,6 @@ def test_gloo_receives_before_it_sends(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_a_send_does_not_occupy_the_calling_thread(rank: int, world_size: int) -> None:
     """Also: the own part of a gather may lie in its place already."""
-    from hf_compressopt.collectives.torch_dist import TorchCommunicator
-
     communicator = TorchCommunicator()
     numel = 4 << 20
     gathered = torch.empty(world_size * numel)
@@ -171,8 +169,6 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("world_size", [1, 4])
 @on_ranks()
 def test_a_broadcast_needs_no_copy_for_each_rank(rank: int, world_size: int) -> None:
-    from hf_compressopt.collectives.torch_dist import TorchCommunicator
-
     communicator = TorchCommunicator()
     for ranks in (communicator, communicator.duplicate()):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):

@@ -1,23 +1,20 @@
 """The compressed all-reduce on real gloo ranks, against the float64 simulation and against what it promises."""
 
 import json
-from collections.abc import Sequence
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from hf_compressopt import OnebitAdam, kernels
-from hf_compressopt.collectives.communicator import Handle
-from hf_compressopt.collectives.exchange import Pipeline, all_reduce
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import chunk_range
 from tests.oracles.simulation import chunk_bounds, simulate_compressed_all_reduce
 from tests.support.exchanging import average_, zero_feedback
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.launching import REPO_ROOT, own_network, run, torchrun
+from tests.support.recording import Recording
 
 SCALE_BLOCKS = (None, 8, 64, 4096)
 NUMELS = (1, 5, 8, 9, 33, 100, 1000)
@@ -181,19 +178,6 @@ def test_zeros(rank, world_size):
     assert torch.equal(mean[2:] > 0, torch.tensor([True, False, True, False, True, False]))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@on_ranks()
-def test_padding_never_counts_in_a_scale(rank, world_size):
-    """If every |x| is 1, every scale is 1: a padding element in a root mean square would make the scale smaller."""
-    communicator = TorchCommunicator()
-    for numel, scale_block in product([1, 5, 9, 17, 63, 100], (None, 8)):
-        x, feedback = torch.ones(numel), zero_feedback(numel, communicator)
-        x[1::3] = -1
-        mean = average_(x.clone(), feedback, communicator, scale_block)
-        torch.testing.assert_close(mean, x, rtol=0, atol=1e-6, msg=f"numel={numel}")
-        assert all(float(error.abs().max()) < 1e-6 for error in (*feedback.worker, feedback.server) if error.numel())
-
-
 @pytest.mark.invariant(33)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @on_ranks()
@@ -224,63 +208,23 @@ class MeasuringCommunicator(TorchCommunicator):
         return super().all_gather(output, part)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks()
-def test_pipeline_of_buckets_is_one_after_another(rank, world_size):
-    communicator, pipeline = TorchCommunicator(), Pipeline()
-    generator = torch.Generator().manual_seed(rank)
-    xs = [torch.randn(numel, generator=generator) for numel in (100, 3, 77, 1, 512)]
-    piped = [torch.empty_like(x) for x in xs]
-
-    def task(x, out):
-        z, feedback = kernels.Combination.of(x), zero_feedback(x.numel(), communicator)
-        (average,) = yield from all_reduce([z], [feedback], kernels.SignFormat(64), communicator)
-        kernels.on(out).decompress_(average, out)
-
-    for x, out in zip(xs, piped, strict=True):
-        pipeline.add(task(x, out))
-    pipeline.drain()
-    for x, out in zip(xs, piped, strict=True):
-        assert torch.equal(out, average_(x.clone(), zero_feedback(x.numel(), communicator), communicator))
-
-
 @on_ranks(2)
 def test_two_messages_per_bucket_and_the_next_bucket_leaves_before_one_is_awaited(rank: int, world_size: int) -> None:
     events: list[str] = []
-
-    class Recording(TorchCommunicator):
-        """The real thing, which also writes down what is started and what is waited for."""
-
-        def _watched(self, kind: str, handle: Handle) -> Handle:
-            number = sum(event.startswith(f"start {kind}") for event in events)
-            events.append(f"start {kind} {number}")
-
-            def wait() -> None:
-                handle.wait()
-                events.append(f"wait {kind} {number}")
-
-            return Handle(wait, kind, self.traffic)
-
-        def all_to_all(self, output: Any, inputs: Any, **splits: Sequence[int]) -> Handle:
-            return self._watched("all_to_all", super().all_to_all(output, inputs, **splits))
-
-        def all_gather(self, output: Any, part: Any) -> Handle:
-            return self._watched("all_gather", super().all_gather(output, part))
-
     p = torch.nn.Parameter(torch.zeros(1000))
     cap = 256 * 4 / 2**20  # four buckets
-    optimizer = OnebitAdam([p], freeze_step=1, scale_block=8, bucket_cap_mb=cap, communicator=Recording())
+    optimizer = OnebitAdam([p], freeze_step=1, scale_block=8, bucket_cap_mb=cap, communicator=Recording(events))
     for step in range(3):  # the second one also compares the ranks
         events.clear()
         p.grad = torch.randn(1000, generator=torch.Generator().manual_seed(step))
         optimizer.step()
-    for kind, phase in product(("all_to_all", "all_gather"), ("start", "wait")):
-        assert [e for e in events if e.startswith(f"{phase} {kind}")] == [f"{phase} {kind} {i}" for i in range(4)]
-    for i in range(3):
-        assert events.index(f"start all_to_all {i + 1}") < events.index(f"wait all_to_all {i}")
-        assert events.index(f"start all_gather {i + 1}") < events.index(f"wait all_gather {i}")
-    for i in range(2):
-        assert events.index(f"start all_to_all {i + 2}") < events.index(f"wait all_gather {i}")
+    started, awaited = {}, {}
+    for kind in ("message", "answer"):
+        started[kind] = [place for place, event in enumerate(events) if event == kind]
+        awaited[kind] = [events.index(f"{kind} {number} awaited") for number in range(4)]
+        assert len(started[kind]) == 4 and awaited[kind] == sorted(awaited[kind])
+        assert all(started[kind][i + 1] < awaited[kind][i] for i in range(3))
+    assert all(started["message"][i + 2] < awaited["answer"][i] for i in range(2))
 
 
 @pytest.mark.full

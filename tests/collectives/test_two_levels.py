@@ -16,8 +16,7 @@ from hf_compressopt import GradientCompression, OnebitAdam, average_gradients
 from hf_compressopt.collectives import topology
 from hf_compressopt.collectives.topology import Levels, Topology, TopologyOptions, node_size_of_hosts, with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
-from tests.oracles.simulation import chunk_bounds
-from tests.oracles.simulation_two_levels import simulate_two_levels
+from tests.oracles.simulation import chunk_bounds, simulate_compressed_all_reduce
 from tests.support.exchanging import average_, zero_feedback
 from tests.support.harness import _pool, on_ranks, run_ranks, run_ranks_of_which_one_dies
 from tests.support.logs import log_lines
@@ -95,7 +94,8 @@ def test_equals_the_simulation(world_size: int, node_size: int) -> None:
         workers = [np.zeros(numel)] * world_size
         servers = [np.zeros(stop - start) for start, stop in chunk_bounds(numel, world_size)]
         for x in inputs(numel, world_size):
-            result = simulate_two_levels(list(x.astype(np.float64)), workers, servers, BLOCK, node_size=node_size)
+            xs = list(x.astype(np.float64))
+            result = simulate_compressed_all_reduce(xs, workers, servers, BLOCK, node_size=node_size)
             workers, servers = result.worker_errors, result.server_errors
             assert result.min_distance > 1e-7  # the seeds keep away from a change of sign
         for rank, found in enumerate(ranks):

@@ -56,10 +56,13 @@ def make(seed: int = 0) -> Net:
 def sharded(net: Net, how: str, **options: Any) -> tuple[Net, Any]:
     replicas = torch.distributed.get_world_size() // SHARDS
     mesh = init_device_mesh("cpu", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
-    part = mesh if how == "hsdp" else mesh["shard"]
-    fully_shard(net.first, mesh=part, **options)
-    fully_shard([net.second, net.frozen, net.last], mesh=part, **options)  # one unit of several modules
-    return fully_shard(net, mesh=part, **options), mesh
+    return shard_units(net, mesh if how == "hsdp" else mesh["shard"], **options), mesh
+
+
+def shard_units(net: Net, mesh: Any, **options: Any) -> Any:
+    fully_shard(net.first, mesh=mesh, **options)
+    fully_shard([net.second, net.frozen, net.last], mesh=mesh, **options)  # one unit of several modules
+    return fully_shard(net, mesh=mesh, **options)
 
 
 def data(rank: int, step: int, part: int = 0) -> torch.Tensor:
@@ -92,20 +95,25 @@ def take_step(net: Any, rank: int, step: int, accumulate: str) -> torch.Tensor:
     return loss.detach()
 
 
-def train(rank: int, how: str, state: str, bits: int, accumulate: str = "") -> dict[str, Any]:
-    net, mesh = sharded(make(), how)
-    compression = compress_fsdp(net, mesh, f"int{bits}", bucket_cap_mb=CAP, state=state)
+def trained(net: Any, rank: int, accumulate: str) -> dict[str, Any]:
+    """Train, and return the gradients of each step and the weights."""
     optimizer, grads = optimizer_of(net), []
     for step in range(STEPS):
         take_step(net, rank, step, accumulate)
         grads.append(local(net))
         optimizer.step()
         optimizer.zero_grad()
-    return {"grads": grads, "weights": local(net, "weights"), "errors": compression.state_dict()}
+    return {"grads": grads, "weights": local(net, "weights")}
 
 
-def train_all(rank: int, world_size: int, rows: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    return [train(rank, *row) for row in rows]
+def train(rank: int, how: str, state: str, bits: int, accumulate: str) -> dict[str, Any]:
+    net, mesh = sharded(make(), how)
+    compression = compress_fsdp(net, mesh, f"int{bits}", bucket_cap_mb=CAP, state=state)
+    return trained(net, rank, accumulate) | {"errors": compression.state_dict()}
+
+
+def in_turn(rank: int, world_size: int, run: Any, rows: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [run(rank, *row) for row in rows]
 
 
 def cut(whole: np.ndarray, rank: int, ranks: int = SHARDS) -> np.ndarray:
@@ -163,7 +171,7 @@ def shard_of(whole: np.ndarray, rank: int, ranks: int = SHARDS) -> np.ndarray:
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_equals_replicas_of_two_shards_in_bits(replicas: int) -> None:
     rows = [(*run, accumulate) for run, accumulate in zip(RUNS, ("", "", "reduced"), strict=True)]
-    ranks = run_ranks(replicas * SHARDS, train_all, rows)
+    ranks = run_ranks(replicas * SHARDS, in_turn, train, rows)
     for number, (_, state, bits, accumulate) in enumerate(rows):
         history, net, simulations = simulated(replicas, state, bits, accumulate)
         weights = {n: p.detach().numpy() for n, p in net.named_parameters() if p.requires_grad}

@@ -6,6 +6,7 @@ The oracle is one process with the whole model: float32 simulations of the messa
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,12 +30,15 @@ from tests.fsdp.test_fsdp_compression import (
     cut,
     data,
     errors_of,
+    in_turn,
     local,
     make,
     optimizer_of,
     same,
     shard_of,
+    shard_units,
     take_step,
+    trained,
     uses,
 )
 from tests.oracles.simulation import chunk_bounds
@@ -53,10 +57,7 @@ GATHERED = [UNITS[0], ["second.weight", "frozen.weight", "frozen.bias", "last.we
 
 def sharded(net: nn.Module, **options: Any) -> tuple[Any, Any]:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    if isinstance(net, Net):
-        fully_shard(net.first, mesh=mesh, **options)
-        fully_shard([net.second, net.frozen, net.last], mesh=mesh, **options)  # one unit of several modules
-    return fully_shard(net, mesh=mesh, **options), mesh
+    return (shard_units if isinstance(net, Net) else fully_shard)(net, mesh=mesh, **options), mesh
 
 
 def form(bits: int) -> str:
@@ -67,19 +68,9 @@ def train(rank: int, state: str, bits: int, param_bits: int, accumulate: str, ho
     net, mesh = sharded(make(), **how)
     forms = {"compression": form(bits), "param_compression": form(param_bits)}
     compression = compress_fsdp(net, mesh, **forms, bucket_cap_mb=CAP, state=state)
-    optimizer, grads = optimizer_of(net), []
-    for step in range(STEPS):
-        take_step(net, rank, step, accumulate)
-        grads.append(local(net))
-        optimizer.step()
-        optimizer.zero_grad()
-    found = {"grads": grads, "weights": local(net, "weights"), "errors": errors_of(compression)}
+    found = trained(net, rank, accumulate) | {"errors": errors_of(compression)}
     net(data(rank, STEPS))
     return found | {"replicas": [state["replicas"].numpy().copy() for state in compression.state_dict()["gathers"]]}
-
-
-def train_all(rank: int, world_size: int, rows: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    return [train(rank, *row) for row in rows]
 
 
 class Columns:
@@ -88,6 +79,7 @@ class Columns:
     def __init__(self, shapes: list[tuple[int, ...]], ranks: int, bits: int, compact: bool) -> None:
         self.ranks, zeros = ranks, [np.zeros(shape, np.float32) for shape in shapes]
         self.replicas: np.ndarray | None = None  # as they travel
+        self.rows_of = [shape[0] for shape in shapes]
         self.shapes = [cut(zero, 0, ranks).shape for zero in zeros]
         self.numel = sum(int(np.prod(shape)) for shape in self.shapes)
         self.padded, width = -(-self.numel // 8) * 8, max(8, BUCKET // (8 * ranks) * 8)
@@ -113,11 +105,7 @@ class Columns:
                 for begin, end in chunk_bounds(part.stop - start, self.ranks):
                     place = slice(start + begin, start + end)
                     self.replicas[place] += quantize(flat[place] - self.replicas[place], bits)
-        shards = self.whole(self.replicas)
-        return [
-            np.concatenate([shard[number] for shard in shards])[: tensor.shape[0]]
-            for number, tensor in enumerate(tensors)
-        ]
+        return self.whole(self.replicas)
 
     def rows(self, flat: np.ndarray) -> np.ndarray:
         bounds = [0, *self.cuts, self.padded]
@@ -125,13 +113,11 @@ class Columns:
         parts = np.split(flat, np.cumsum(sizes)[:-1])
         return np.concatenate([part.reshape(self.ranks, -1) for part in parts], axis=1)[:, : self.numel]
 
-    def whole(self, flat: np.ndarray) -> list[list[np.ndarray]]:
-        """For each rank its part of every tensor."""
-        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
-        return [
-            [v.reshape(s) for v, s in zip(np.split(row, ends[:-1]), self.shapes, strict=True)]
-            for row in self.rows(flat)
-        ]
+    def whole(self, flat: np.ndarray) -> list[np.ndarray]:
+        """The tensors, each joined from the parts of all ranks."""
+        parts = np.split(self.rows(flat), np.cumsum([int(np.prod(shape)) for shape in self.shapes])[:-1], axis=1)
+        joined = [part.reshape(-1, *shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
+        return [tensor[:count] for tensor, count in zip(joined, self.rows_of, strict=True)]
 
 
 def simulated(
@@ -159,9 +145,7 @@ def simulated(
             everyone.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in own.items()})
         for members, unit in zip(UNITS, columns, strict=True):
             sent = np.stack([unit.flat([mine[n].numpy() for n in members]) for mine in everyone])
-            shards = unit.whole(unit.simulation.average(sent))
-            for number, n in enumerate(members):
-                mean = np.concatenate([shard[number] for shard in shards])[: names[n].shape[0]]
+            for n, mean in zip(members, unit.whole(unit.simulation.average(sent)), strict=True):
                 names[n].grad = torch.from_numpy(mean.copy())
         history.append({n: names[n].grad.numpy().copy() for members in UNITS for n in members})
         optimizer.step()
@@ -171,7 +155,7 @@ def simulated(
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_equals_a_simulation_in_bits(world_size: int) -> None:
-    ranks = run_ranks(world_size, train_all, RUNS, timeout=240)
+    ranks = run_ranks(world_size, in_turn, train, RUNS, timeout=240)
     for number, (state, bits, param_bits, accumulate, _) in enumerate(RUNS):
         history, net, columns, gathered = simulated(world_size, state, bits, param_bits, accumulate)
         weights = {n: p.detach().numpy() for n, p in net.named_parameters() if p.requires_grad}
@@ -309,8 +293,10 @@ def precisions(rank: int) -> None:
             times = 4 / 3 if bits is None and dtype is torch.float32 else 1.0  # gloo itself divides by no other factor
             for unit in (net, net.first, net.second) if divisor is not None and times == 1 else ():
                 unit.set_gradient_divide_factor(divisor)
-            compression = bits and compress_fsdp(net, mesh, bits, loss_scale=lambda scale=scale: scale)
+            asked = mock.Mock(return_value=scale)
+            compression = bits and compress_fsdp(net, mesh, bits, loss_scale=asked)
             (net(data(rank, 0).to(dtype)).float().pow(2).mean() * scale * times).backward()
+            assert asked.call_count == bool(bits)  # a GPU's host waits for it: once in a pass, not for each unit
             found.append((local(net), errors_of(compression) if compression else {}))
         (plain, _), (grads, errors), (scaled, scaled_errors) = found
         for name, grad in plain.items():

@@ -4,8 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import hf_compressopt
+from hf_compressopt import CompressOptPlugin
 from hf_compressopt.integrations.algorithms import ALGORITHMS
+from hf_compressopt.planner import report
 from tests.support import sign_momentum, trainer_runs
 from tests.support.harness import run_ranks
 from tests.support.trainer_runs import Run, equal_params, logged, losses
@@ -15,7 +19,6 @@ FREEZE, STEPS = 3, 48  # two epochs
 
 def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     ALGORITHMS["sign_momentum"] = sign_momentum.SignMomentum  # the one line
-    import hf_compressopt
 
     hf_compressopt.register()
     try:
@@ -54,11 +57,6 @@ def test_a_new_algorithm_trains_saves_and_resumes_in_trainer(tmp_path: Path) -> 
 
 
 def test_the_plugin_and_the_planner_know_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from hf_compressopt import CompressOptPlugin
-    from hf_compressopt.planner import report
-
     monkeypatch.setitem(ALGORITHMS, "sign_momentum", sign_momentum.SignMomentum)
     plain = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
     assert isinstance(CompressOptPlugin(optimizer="sign_momentum").convert(plain), sign_momentum.SignMomentum)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_compressopt import wait_for_saves
 from tests.checkpoint.test_async_save import held_back
 from tests.support.harness import run_ranks
 from tests.support.trainer_runs import Run, equal_params, make_trainer
@@ -27,8 +28,6 @@ def watch(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     """Train, and look at the folders whenever Trainer has saved; before that no shard is begun in the background."""
     trainer = make_trainer(rank, world_size, run)
     from transformers import TrainerCallback
-
-    from hf_compressopt import wait_for_saves
 
     folder, seen = Path(run.arguments["output_dir"]), []
 

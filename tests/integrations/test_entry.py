@@ -1,14 +1,13 @@
 """The ways in that need no edit: `-m hf_compressopt.run` under torchrun and accelerate launch."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import accelerate_launch, environment, run, run_python, torchrun
+from tests.support.launching import accelerate_launch, run, run_python, torchrun
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "programs" / "plain_trainer_script.py")
 
@@ -43,14 +42,6 @@ def test_an_unmodified_trainer_script_runs_with_two_processes(
     assert done.stderr.count("step 2: warmup ends") == 1
 
 
-def test_what_cannot_be_run_is_said(tmp_path: Path) -> None:
-    for words in ([], ["nowhere.py"]):
-        command = [sys.executable, "-m", "hf_compressopt.run", *words]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path)
-        assert done.returncode == 2 and "usage:" in done.stderr
-    assert "'nowhere.py' is no file" in done.stderr
-
-
 def test_a_script_imports_from_its_own_folder_and_not_from_the_current_one(tmp_path: Path) -> None:
     """As with `python script.py`: a stray xxhash.py in the current folder is imported neither here nor there."""
     script, here = tmp_path / "script" / "show.py", tmp_path / "here"
@@ -62,10 +53,9 @@ def test_a_script_imports_from_its_own_folder_and_not_from_the_current_one(tmp_p
     paths = []
     for words in ([], ["-m", "hf_compressopt.run"]):
         command = [sys.executable, *words, str(script)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=here)
-        assert done.returncode == 0, done.stderr
-        paths.append(json.loads(done.stdout))
-    assert paths[0] == paths[1] and paths[0][0] == str(script.parent)
+        paths.append(json.loads(run(command, cwd=here).stdout))
+    added = paths[1][len(paths[0]) :]  # by the oldest libraries, which are imported here: folders of their own
+    assert paths[0] + added == paths[1] and paths[0][0] == str(script.parent) and str(here) not in added
 
 
 @pytest.mark.parametrize(
@@ -77,40 +67,36 @@ def test_flags_that_the_script_does_not_read_are_refused(flags: list[str], tmp_p
     arguments = "dict(output_dir=sys.argv[1], use_cpu=True, max_steps=1, report_to='none')"
     program = f"sys.argv[1:] = [a for k, v in {arguments}.items() for a in (f'--{{k}}', str(v))]"
     script.write_text(f"import runpy, sys\n{program}\nrunpy.run_path({SCRIPT!r}, run_name='__main__')\n")
-    done = run_python(["-m", "hf_compressopt.run", str(script), str(tmp_path), *flags], ranks=2)
+    done = run_python(["-m", "hf_compressopt.run", str(script), str(tmp_path), *flags], ranks=2, code=None)
     assert done.returncode != 0 and "on the command line, but not in the script's TrainingArguments" in done.stderr
 
 
 def test_a_world_size_that_is_no_number_is_named() -> None:
-    done = run_python(["-m", "hf_compressopt.run", SCRIPT], WORLD_SIZE="abc")
-    assert done.returncode == 2 and "WORLD_SIZE must be a whole number of at least 1, got 'abc'" in done.stderr
+    done = run_python(["-m", "hf_compressopt.run", SCRIPT], code=2, WORLD_SIZE="abc")
+    assert "WORLD_SIZE must be a whole number of at least 1, got 'abc'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("torchrun", [True, False])  # without its report a rank must not end in silence
 def test_a_refused_option_is_told_without_a_traceback(torchrun: bool, tmp_path: Path) -> None:
-    words = arguments(tmp_path)
-    words[words.index("freeze_step=2,scale_block=64")] = "frezze_step=2"
-    report = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")} if torchrun else {}
-    done = run_python(["-m", "hf_compressopt.run", SCRIPT, *words], ranks=2, **report)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.count("OnebitAdam has no option 'frezze_step': did you mean 'freeze_step'") == 2 - torchrun
-
-
-def test_a_refused_option_is_what_torchrun_reports(tmp_path: Path) -> None:
     """torchrun ends with the first error that a rank has left in this file."""
     words, report = arguments(tmp_path), tmp_path / "error.json"
-    words[words.index("freeze_step=2,scale_block=64")] = "warmup_bits=5"
-    run_python(["-m", "hf_compressopt.run", SCRIPT, *words], TORCHELASTIC_ERROR_FILE=str(report))
-    told = json.loads(report.read_text())["message"]
-    assert told["message"] == "warmup_bits must be one of [4, 8, 16, 32], got 5" == told["extraInfo"]["py_callstack"]
+    words[words.index("freeze_step=2,scale_block=64")] = "frezze_step=2"
+    given = {"TORCHELASTIC_ERROR_FILE": str(report)} if torchrun else {}
+    done = run_python(["-m", "hf_compressopt.run", SCRIPT, *words], ranks=2, code=2, **given)
+    assert "Traceback" not in done.stderr
+    said = "OnebitAdam has no option 'frezze_step': did you mean 'freeze_step'"
+    assert done.stderr.count(said) == 2 - torchrun
+    if torchrun:
+        told = json.loads(report.read_text())["message"]
+        assert said in told["message"] and told["message"] == told["extraInfo"]["py_callstack"]
 
 
 @pytest.mark.parametrize("line", ["load_state; int('no number')", "OnebitAdam([1])"])
 def test_an_error_of_the_script_keeps_its_traceback(line: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"from hf_compressopt import OnebitAdam, load_state\n{line}")
-    done = run_python(["-m", "hf_compressopt.run", str(script)])
+    done = run_python(["-m", "hf_compressopt.run", str(script)], code=None)
     assert done.returncode != 0 and "Traceback" in done.stderr and line in done.stderr
 
 
@@ -119,7 +105,7 @@ def test_help_ends_all_ranks_before_the_script_starts(tmp_path: Path) -> None:
     script.write_text("raise RuntimeError('it has started')")
     words = ["-m", "hf_compressopt.run", str(script), "--optim", "onebit_adam", "--optim_args", "help"]
     done = run_python(words, ranks=2)
-    assert done.returncode == 0 and not done.stderr and done.stdout.count("  warmup_bits=4 ") == 1
+    assert not done.stderr and done.stdout.count("  warmup_bits=4 ") == 1
 
 
 def test_importing_the_package_is_cheap() -> None:
@@ -147,15 +133,14 @@ def test_an_unmodified_accelerate_script_follows_the_environment(
     variables: dict[str, str], expected: str, log: str
 ) -> None:
     done = run_python(["-m", "hf_compressopt.run", ACCELERATE_SCRIPT, "12"], ranks=2, **variables)
-    assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert f"rank {rank}: {expected}" in done.stdout
     assert done.stderr.count(log or "hf_compressopt] attached") == (1 if log else 0)
 
 
 def test_a_wrong_variable_is_said_before_the_script_starts() -> None:
-    done = run_python(["-m", "hf_compressopt.run", ACCELERATE_SCRIPT, "2"], COMPRESSOPT_OPTIM="onebit_sgd")
-    assert done.returncode == 2 and "optimizer must be one of" in done.stderr and "Traceback" not in done.stderr
+    done = run_python(["-m", "hf_compressopt.run", ACCELERATE_SCRIPT, "2"], code=2, COMPRESSOPT_OPTIM="onebit_sgd")
+    assert "optimizer must be one of" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_trainer_script_follows_the_same_variables(tmp_path: Path) -> None:
@@ -165,7 +150,6 @@ def test_a_trainer_script_follows_the_same_variables(tmp_path: Path) -> None:
         del words[place : place + 2]
     variables = {"COMPRESSOPT_OPTIM": "onebit_adam", "COMPRESSOPT_FREEZE_STEP": "2", "COMPRESSOPT_SCALE_BLOCK": "64"}
     done = run_python(["-m", "hf_compressopt.run", SCRIPT, *words], ranks=2, **variables)
-    assert done.returncode == 0, done.stderr
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert [row["compressopt/stage"] for row in history if "loss" in row] == [0.0, 0.0, 1.0, 1.0, 1.0]
     assert "freeze_step=2" in done.stderr and "scale_block=64" in done.stderr

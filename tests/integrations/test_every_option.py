@@ -7,6 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_compressopt import average_gradients, load_state, save_state
+from hf_compressopt.integrations.algorithms import ALGORITHMS
+from hf_compressopt.integrations.plugin import text_options
 from tests.integrations.test_stress import FEATURES, Regression, examples
 from tests.support.harness import run_ranks
 
@@ -81,9 +84,6 @@ def network() -> Regression:
 
 
 def train(rank: int, world_size: int, name: str, given: dict[str, Any], folder: str, resume: int) -> Tensor:
-    from hf_compressopt import average_gradients, load_state, save_state
-    from hf_compressopt.integrations.algorithms import ALGORITHMS
-
     model = network()
     optimizer = ALGORITHMS[name](model.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=CLIP, **given)
     if resume:
@@ -132,8 +132,5 @@ def test_every_option_works(world_size: int, count: int, tmp_path: Path) -> None
 
 
 def test_every_option_that_text_can_set_has_a_row() -> None:
-    from hf_compressopt.integrations.algorithms import ALGORITHMS
-    from hf_compressopt.integrations.plugin import text_options
-
     legal = {option for cls in ALGORITHMS.values() for option in text_options(cls)}
     assert legal - ONE_VALUE == {option for option, *_ in TABLE}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_compressopt import OnebitAdam
+from hf_compressopt import CompressOptPlugin, OnebitAdam, attach
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.trainer_runs import OLD_HOST, Run, make_trainer, small_model, tokens, use_accelerate
 
@@ -28,8 +28,6 @@ def as_on_gpus(accelerator: Any, world_size: int, replicas: int, version: int = 
 def accelerator_of(rank: int, world_size: int, replicas: int, version: int = 2, **options: Any) -> Any:
     use_accelerate(rank, world_size)
     from accelerate import Accelerator
-
-    from hf_compressopt import CompressOptPlugin, attach
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     as_on_gpus(accelerator, world_size, replicas, version)

@@ -53,20 +53,38 @@ def test_trainer_has_the_numbers_of_adamw_torch(name: str, tmp_path: Path) -> No
         assert fused["rows"][2]["norm"] == fused["rows"][1]["norm"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@on_ranks(2)
-def test_fully_sharded_model(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    """On DTensors, which torch's fused operator takes where they are float32."""
+MAX_NORM = 0.05
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shape", "dtype", "clips"),
+    [
+        (2, (2,), torch.float32, False),
+        (2, (2,), torch.bfloat16, False),
+        (3, (3,), torch.float32, True),
+        (4, (2, 2), torch.float32, True),  # replicas of shards, which count once
+    ],
+    ids=str,
+)
+@on_ranks()
+def test_fully_sharded_model(
+    rank: int, world_size: int, shape: tuple[int, ...], dtype: torch.dtype, clips: bool
+) -> None:
+    """On DTensors, which torch's fused operator takes where they are float32; the norm is taken over all ranks."""
     found = []
     for cls in (torch.optim.AdamW, FusedAdam):
         model = network().to(dtype)
-        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-        optimizer: Any = cls(model.parameters(), lr=1e-2, weight_decay=0.1)
+        fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :]))
+        options: dict[str, Any] = {"eps": 1e-2} if clips else {}
+        options |= {"max_grad_norm": MAX_NORM} if clips and cls is FusedAdam else {}
+        optimizer: Any = cls(model.parameters(), lr=1e-2, weight_decay=0.1, **options)
         for step in range(4):
             model(batch(rank, step)[0].to(dtype)).square().mean().backward()
+            if clips and cls is torch.optim.AdamW:
+                assert float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)) > MAX_NORM
             optimizer.step()
             optimizer.zero_grad()
-        found.append([p.to_local().detach().clone() for p in model.parameters()])
+        found.append([p.full_tensor().detach() for p in model.parameters()])
     if os.environ.get("HF_COMPRESSOPT_KERNELS") != "reference":
         kinds = {part.kind.name for part in optimizer._plans[0]._parts}
         assert kinds == ({"SHARDED"} if dtype == torch.float32 else {"OTHER"})
@@ -100,44 +118,10 @@ def test_accelerate(rank: int, world_size: int, ours: bool, tmp_path: Path) -> N
     torch.testing.assert_close(*found, rtol=0, atol=1e-6)
 
 
-MAX_NORM = 0.05
-
-
-def model_of(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(10, 33), nn.ReLU(), nn.Linear(33, 7))
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, clip: bool) -> None:
-    for step in range(4):
-        generator = torch.Generator().manual_seed(1000 * rank + step)
-        model(torch.randn(16, 10, generator=generator)).square().mean().backward()
-        if clip:
-            assert float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)) > MAX_NORM
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(("world_size", "shape"), [(3, (3,)), (4, (2, 2))], ids=str)
-@on_ranks()
-def test_the_norm_of_fsdp2_is_taken_over_all_ranks(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
-    """On one mesh of shards, and on replicas of shards, which count once."""
-    results = []
-    for ours in (True, False):
-        model = model_of()
-        fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :]))
-        options = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
-        cls, more = (FusedAdam, {"max_grad_norm": MAX_NORM}) if ours else (torch.optim.AdamW, {})
-        steps(model, cls(model.parameters(), **options, **more), rank, clip=not ours)
-        results.append([p.full_tensor().detach() for p in model.parameters()])
-    torch.testing.assert_close(*results, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_shards_of_fsdp1_are_refused(rank: int, world_size: int, use_orig_params: bool) -> None:
-
-    model = FullyShardedDataParallel(model_of(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(network(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     optimizer = FusedAdam(model.parameters(), lr=1e-2, max_grad_norm=MAX_NORM)
     for p in model.parameters():
         p.grad = torch.ones_like(p)

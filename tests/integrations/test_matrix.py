@@ -33,37 +33,39 @@ class Method(NamedTuple):
 
     column: str
     optim: str
-    options: str
     plugin: dict[str, Any]
     ratio: float
 
+    @property
+    def options(self) -> str:
+        own = {name: value for name, value in self.plugin.items() if name not in ("optimizer", "zero_stage")}
+        return ",".join(f"{name}={value}" for name, value in own.items())
 
-INT4: dict[str, Any] = {"grad_compression": "int4"}
-ZERO = {"grad_compression": "int4", "param_compression": "int4"}
+
+BOTH_WAYS = {"grad_compression": "int4", "param_compression": "int4"}
 METHODS = {
-    "int4": Method("grad_compression", "adamw_torch", "grad_compression=int4", INT4, 7),
-    "int8": Method("grad_compression", "adamw_torch", "grad_compression=int8", {"grad_compression": "int8"}, 3.8),
-    "onebit_adam": Method(
-        "onebit_adam", "onebit_adam", "freeze_step=1", {"optimizer": "onebit_adam", "freeze_step": 1}, 10
-    ),
-    "zero2_adamw": Method(
-        "zero2_adamw", "zero2_adamw", ",".join(f"{k}={v}" for k, v in ZERO.items()), {"zero_stage": 2, **ZERO}, 5
-    ),
+    "int4": Method("grad_compression", "adamw_torch", {"grad_compression": "int4"}, 7),
+    "int8": Method("grad_compression", "adamw_torch", {"grad_compression": "int8"}, 3.8),
+    "onebit_adam": Method("onebit_adam", "onebit_adam", {"optimizer": "onebit_adam", "freeze_step": 1}, 10),
+    "zero2_adamw": Method("zero2_adamw", "zero2_adamw", {"zero_stage": 2, **BOTH_WAYS}, 5),
 }
+ADAMW = {"lr": 1e-3, "weight_decay": 0.0}
 
 
-def cell(rank: int, world_size: int, setup: str, host: str, method: str, folder: str) -> dict[str, Any]:
-    """Train some steps; the ratio of bytes and the log, or the error."""
+def cell(rank: int, world_size: int, setup: str, host: str, method: Method, folder: str) -> dict[str, Any]:
+    """Train some steps: the ratio of bytes, the log, and this rank's parameters or shards; or the error."""
     use_accelerate(rank, world_size)
     import hf_compressopt
 
     hf_compressopt.register()
     try:
         with log_lines() as lines:
-            ratio = {"Trainer": by_trainer, "Accelerate": by_accelerate, "plain": by_hand}[host](setup, method, folder)
+            train = {"Trainer": by_trainer, "Accelerate": by_accelerate, "plain": by_hand}[host]
+            ratio, model = train(setup, method, folder)
     except (ValueError, TypeError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"error": "", "ratio": ratio, "told": lines}
+    shards = [getattr(p.detach(), "to_local", p.detach)().reshape(-1) for _, p in sorted(model.named_parameters())]
+    return {"error": "", "ratio": ratio, "told": lines, "bits": torch.cat(shards).numpy().tobytes()}
 
 
 def model_of(setup: str, folder: str) -> Any:
@@ -80,11 +82,12 @@ def model_of(setup: str, folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
 
 
-def by_trainer(setup: str, method: str, folder: str) -> float:
+def by_trainer(setup: str, method: Method, folder: str) -> tuple[float, Any]:
     from transformers import Trainer
 
-    _, optim, options, *_ = METHODS[method]
-    args = trainer_arguments(output_dir=folder, optim=optim, optim_args=options, max_steps=STEPS)
+    given = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "learning_rate": 1e-3, "max_steps": STEPS}
+    own = {"optim": method.optim, "optim_args": method.options, "train_sampling_strategy": "sequential"}
+    args, model = trainer_arguments(output_dir=folder, **given, **own), model_of(setup, folder)
     if "FSDP2" in setup:
         from accelerate import Accelerator
 
@@ -96,34 +99,39 @@ def by_trainer(setup: str, method: str, folder: str) -> float:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Accelerator, "__init__", made_on_gpus)
-            trainer = Trainer(model=model_of(setup, folder), args=args, train_dataset=tokens())
+            trainer = Trainer(model=model, args=args, train_dataset=tokens())
         trainer.is_fsdp_enabled = True
     else:
-        trainer = Trainer(model=model_of(setup, folder), args=args, train_dataset=tokens())
+        trainer = Trainer(model=model, args=args, train_dataset=tokens())
     trainer.train()
-    return float(trainer.state.log_history[-2]["compressopt/compression_ratio"])
+    return float(trainer.state.log_history[-2]["compressopt/compression_ratio"]), model
 
 
-def by_accelerate(setup: str, method: str, folder: str) -> float:
+def by_accelerate(setup: str, method: Method, folder: str) -> tuple[float, Any]:
     from accelerate import Accelerator
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     from hf_compressopt import CompressOptPlugin, attach
 
     accelerator: Any = Accelerator(cpu=True)
     if "FSDP2" in setup:
         as_on_gpus(accelerator, RANKS, SETUPS[setup])
-    attach(accelerator, CompressOptPlugin(**METHODS[method].plugin))
+        plugin = accelerator.state.fsdp_plugin
+        plugin.auto_wrap_policy = transformer_auto_wrap_policy
+        plugin.transformer_cls_names_to_wrap = ["LlamaDecoderLayer"]
+    attach(accelerator, CompressOptPlugin(**method.plugin))
     model = model_of(setup, folder)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), **ADAMW))
     for batch in batches():
         accelerator.backward(model(**batch).loss)
         optimizer.step()
         optimizer.zero_grad()
     states = accelerator.our_optimizers() or accelerator._compressopt.compressions()
-    return float(states[0].metrics()["compression_ratio"])
+    return float(states[0].metrics()["compression_ratio"]), model
 
 
-def by_hand(setup: str, method: str, folder: str) -> float:
+def by_hand(setup: str, method: Method, folder: str) -> tuple[float, Any]:
+    """With FSDP2, in the units that Accelerate and DistributedConfig make: the layers, the embedding, the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -132,30 +140,32 @@ def by_hand(setup: str, method: str, folder: str) -> float:
 
     model, replicas = model_of(setup, folder), SETUPS[setup]
     if "FSDP2" in setup:
-        sizes = (
-            ((RANKS // replicas,), ("shard",)) if replicas == 1 else ((replicas, RANKS // replicas), ("nodes", "shard"))
-        )
-        fully_shard(model, mesh=init_device_mesh("cpu", sizes[0], mesh_dim_names=sizes[1]))
-    ddp = DistributedDataParallel(model) if setup == "DDP" and method != "zero2_adamw" else model
+        shape, names = ((RANKS,), ("shard",)) if replicas == 1 else ((replicas, RANKS // replicas), ("nodes", "shard"))
+        mesh, inner = init_device_mesh("cpu", shape, mesh_dim_names=names), model.model
+        for part in (*inner.layers, inner.embed_tokens, [inner.norm, model.lm_head], model):
+            fully_shard(part, mesh=mesh)
+    ddp = DistributedDataParallel(model) if setup == "DDP" and method.column != "zero2_adamw" else model
     state: Any
     optimizer: Any
-    if method == "onebit_adam":
+    if method.column == "onebit_adam":
         optimizer = state = OnebitAdam(model.parameters(), lr=1e-3, freeze_step=1)
         attach_ddp(ddp, optimizer)
-    elif method == "zero2_adamw":
-        optimizer = state = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, stage=2, **ZERO)
+    elif method.column == "zero2_adamw":
+        optimizer = state = ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage=2, **ADAMW, **BOTH_WAYS)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        bits = method.plugin["grad_compression"]
         if setup == "DDP":
-            state = GradientCompression(model.named_parameters(), method)
+            state = GradientCompression(model.named_parameters(), bits)
             ddp.register_comm_hook(state, compress_hook)
         else:
-            state = compress_fsdp(model, next(model.parameters()).device_mesh, method)
+            back = {name: value for name, value in method.plugin.items() if name == "param_compression"}
+            state = compress_fsdp(model, next(model.parameters()).device_mesh, bits, **back)
     for batch in batches():
         ddp(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return float(state.metrics()["compression_ratio"])
+    return float(state.metrics()["compression_ratio"]), model
 
 
 def batches() -> Any:
@@ -185,7 +195,7 @@ def test_every_cell_trains_compressed_or_is_refused_by_name(setup: str, host: st
     titles, row = documented()[""], documented()[setup]
     for name, method in METHODS.items():
         (column,) = (number for number, title in enumerate(titles) if f"`{method.column}`" in title)
-        ranks = run_ranks(RANKS, cell, setup, host, name, str(tmp_path / name), timeout=120)
+        ranks = run_ranks(RANKS, cell, setup, host, method, str(tmp_path / name), timeout=120)
         for found in ranks:
             if row[column].startswith("yes"):
                 assert not found["error"] and found["ratio"] > method.ratio, (name, found)
@@ -195,62 +205,14 @@ def test_every_cell_trains_compressed_or_is_refused_by_name(setup: str, host: st
             assert any(line.startswith("attached") for line in ranks[0]["told"]), (name, ranks[0])
 
 
-def trained(rank: int, world_size: int, host: str, replicas: int, folder: str) -> bytes:
-    """This rank's shards after some steps in 4 bits; every host makes units of the layers, the embedding, the rest."""
-    use_accelerate(rank, world_size)
-    from accelerate import Accelerator
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-    from transformers import Trainer, TrainingArguments
-
-    import hf_compressopt
-    from hf_compressopt import CompressOptPlugin, attach, compress_fsdp
-
-    hf_compressopt.register()
-    options = INT4 if replicas > 1 else ZERO
-    model = model_of(
-        f"`DistributedConfig` with{'out' * (replicas == 1)} replicas" if host == "Trainer" else host, folder
-    )
-    if host == "Trainer":
-        given = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "learning_rate": 1e-3, "optim": "adamw_torch"}
-        quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "use_cpu": True}
-        words = ",".join(f"{name}={value}" for name, value in options.items())
-        batch = {"per_device_train_batch_size": 2, "max_steps": STEPS, "train_sampling_strategy": "sequential"}
-        args = TrainingArguments(output_dir=folder, optim_args=words, **given, **quiet, **batch)
-        Trainer(model=model, args=args, train_dataset=tokens()).train()
-    else:
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        backward = torch.Tensor.backward
-        if host == "Accelerate":
-            accelerator: Any = Accelerator(cpu=True)
-            as_on_gpus(accelerator, RANKS, replicas)
-            plugin = accelerator.state.fsdp_plugin
-            plugin.auto_wrap_policy = transformer_auto_wrap_policy
-            plugin.transformer_cls_names_to_wrap = ["LlamaDecoderLayer"]
-            attach(accelerator, CompressOptPlugin(**options))
-            (model, optimizer), backward = accelerator.prepare(model, optimizer), accelerator.backward
-        else:
-            shape, names = ((2, 2), ("nodes", "shard")) if replicas > 1 else ((RANKS,), ("shard",))
-            mesh, inner = init_device_mesh("cpu", shape, mesh_dim_names=names), model.model
-            for part in (*inner.layers, inner.embed_tokens, [inner.norm, model.lm_head], model):
-                fully_shard(part, mesh=mesh)
-            compress_fsdp(
-                model, mesh, options["grad_compression"], param_compression=options.get("param_compression", "none")
-            )
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        for batch in batches():
-            backward(model(**batch).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    return torch.cat([p.detach().to_local().reshape(-1) for _, p in sorted(model.named_parameters())]).numpy().tobytes()
-
-
 @pytest.mark.skipif(OLD_HOST, reason="this transformers has no DistributedConfig")
 @pytest.mark.parametrize("replicas", [2, 1])
 def test_hosts_train_in_the_same_bits(replicas: int, tmp_path: Path) -> None:
-    """FSDP2 by hand, by Accelerate, and by DistributedConfig in Trainer."""
-    plain, *others = (
-        run_ranks(RANKS, trained, host, replicas, str(tmp_path / host), timeout=120) for host in HOSTS[::-1]
-    )
-    assert len(set(plain[:2])) == 2 and all(other == plain for other in others)
+    """FSDP2 by hand, by Accelerate, and by DistributedConfig in Trainer; without replicas compressed both ways."""
+    method = METHODS["int4"] if replicas > 1 else Method("grad_compression", "adamw_torch", BOTH_WAYS, 5)
+    setups = [setup for setup, count in SETUPS.items() if count == replicas]
+    ways = [(setups[0], "plain"), (setups[0], "Accelerate"), (setups[1], "Trainer")]
+    found = [run_ranks(RANKS, cell, *way, method, str(tmp_path / way[1]), timeout=120) for way in ways]
+    assert not any(rank["error"] for ranks in found for rank in ranks), found
+    bits = [[rank["bits"] for rank in ranks] for ranks in found]
+    assert len(set(bits[0][:2])) == 2 and all(other == bits[0] for other in bits[1:])

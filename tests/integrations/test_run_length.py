@@ -150,23 +150,25 @@ def test_trainer_ends_the_warmup_stage_by_the_length_of_the_run(
     assert not any("compresses nothing" in line or "learnt little" in line for rank in found for line in rank["lines"])
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @on_ranks(2)
-def test_a_skipped_step_holds_the_scheduler_of_its_own_optimizer_only(rank: int, world_size: int) -> None:
+def test_a_skipped_step_holds_the_scheduler_of_its_own_optimizer_only(rank: int, world_size: int, scaled: bool) -> None:
     use_accelerate(rank, world_size)
     accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=CompressOptPlugin(freeze_step=2))
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
     models = [network(), network()]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1.0) for model in models]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in optimizers]
     prepared = accelerator.prepare(*models, *optimizers, *schedulers)
     models, optimizers, schedulers = prepared[:2], prepared[2:4], prepared[4:]
-    for step in range(3):
+    for step in range(6):
         for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             loss = model(torch.ones(2, 10)).sum()
-            accelerator.backward(loss * float("inf") if step == 1 and index == 0 else loss)
+            accelerator.backward(loss * float("inf") if step == 4 and index == 0 and rank == 1 else loss)
             optimizer.step()
             optimizer.zero_grad()
         for scheduler in schedulers:
             scheduler.step()
     assert [optimizer.optimizer.skipped_steps for optimizer in optimizers] == [1, 0]
     rates = [scheduler.get_last_lr()[0] for scheduler in schedulers]
-    assert rates == pytest.approx([1 / 5, 1 / 7])  # two steps of each scheduler a step
+    assert rates == pytest.approx([1 / 11, 1 / 13])  # two steps of each scheduler a step

@@ -56,17 +56,6 @@ def test_the_logged_norm_does_not_leap_at_the_switch(tmp_path: Path) -> None:
     assert all(1.1 * mine < theirs for mine, theirs in zip(sketched[3:], local[3:], strict=True)) and noisy == 0
 
 
-def test_plain_lamb_is_the_warmup_of_onebit_lamb(tmp_path: Path) -> None:
-    here = {"output_dir": str(tmp_path), "max_steps": 4}
-    options = "max_coeff=0.3,bias_correction=false"
-    plain = run_variant("clipping", {**here, "optim": "lamb", "optim_args": options})
-    onebit = run_variant(
-        "clipping", {**here, "optim": "onebit_lamb", "optim_args": f"{options},freeze_step=100,warmup_bits=32"}
-    )
-    assert plain[0]["optimizer"] == "Lamb" and onebit[0]["optimizer"] == "OnebitLamb"
-    assert equal_params(plain[0]["params"], onebit[0]["params"])
-
-
 def test_a_trainer_trains_twice(tmp_path: Path) -> None:
     for arguments in (ONEBIT, {"optim": "onebit_adam", "optim_args": "warmup_bits=32"}):
         result = run_variant("plain", {**arguments, "output_dir": str(tmp_path)}, twice=True)[0]

@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import TrainingArguments
 
 from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, ZeroOptimizer, attach
 from hf_compressopt.amp import innermost
+from tests.checkpoint.test_resharding import stored
 from tests.integrations.test_accelerate import loop as accelerate_loop
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.spreading import short
@@ -121,7 +123,7 @@ def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Pa
     plain, *partitioned = run_ranks(2, train_all, *runs, timeout=240)[0]
     assert plain["optimizer"] == "AdamW" and plain["model_class"] == "DistributedDataParallel"
     for result in partitioned:
-        assert result["fused"] == plain["fused"] is True
+        assert result["fused"] == plain["fused"] is (TrainingArguments.default_optim == "adamw_torch_fused")
         assert result["optimizer"] == "ZeroOptimizer" and result["model_class"] != "DistributedDataParallel"
         # a norm of shards is rounded in another way than torch's: a clipped step may differ in its last bit
         assert losses(result) == pytest.approx(losses(plain), abs=5e-7) and len(losses(plain)) == 6
@@ -220,24 +222,13 @@ def test_accelerate_takes_the_plugin(rank: int, world_size: int) -> None:
 INT4 = "grad_compression=int4,param_compression=int4"
 
 
-def stored(folder: Path, kind: str) -> dict[str, list[tuple[int, torch.Tensor]]]:
-    """The parts of the tensors of a kind in a checkpoint, by parameter."""
-    found: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for file in folder.glob("compressopt-*.safetensors"):
-        for key, value in load_file(file).items():
-            name, _, start = key.partition("@")
-            if name.startswith(f"{kind}/"):
-                found.setdefault(name.removeprefix(f"{kind}/"), []).append((int(start or 0), value.flatten()))
-    return found
+def kept(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """The tensors of a kind in a checkpoint, by parameter."""
+    return {name.partition("/")[2]: value for name, value in stored(folder).items() if name.startswith(f"{kind}/")}
 
 
-def same_as(model: dict[str, torch.Tensor], parts: dict[str, list[tuple[int, torch.Tensor]]]) -> bool:
-    flats = {name: model[name].flatten() for name in parts}
-    return all(
-        torch.equal(flats[name][start : start + value.numel()], value.to(flats[name].dtype))
-        for name, rows in parts.items()
-        for start, value in rows
-    )
+def same_as(model: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(model[name], value.to(model[name].dtype)) for name, value in tensors.items())
 
 
 def test_trainer_with_small_messages(tmp_path: Path) -> None:
@@ -258,29 +249,25 @@ def test_trainer_with_small_messages(tmp_path: Path) -> None:
     assert 4.5 * whole["metrics"]["bytes_sent"] < plain["metrics"]["bytes_sent"]
 
     model = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
-    masters, replicas = (stored(tmp_path / "checkpoint-3", kind) for kind in ("master", "replica"))
+    masters, replicas = (kept(tmp_path / "checkpoint-3", kind) for kind in ("master", "replica"))
     assert len(masters) == len(replicas) > 8 and same_as(model, masters) and not same_as(model, replicas)
 
 
 @pytest.mark.full
-def test_trainer_with_stage_1_a_scaler_and_the_best_model(tmp_path: Path) -> None:
+def test_trainer_with_small_messages_a_scaler_and_the_best_model(tmp_path: Path) -> None:
     here = {"max_steps": 8, "gradient_accumulation_steps": 2, "output_dir": str(tmp_path)}
     optim_args = f"zero_stage=1,{INT4}"
     steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     best = {**steps, "load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.3}
     runs = [
-        Run({**here, "optim": "zero1_adamw"}, dropout=0.0),
-        Run({**here, "optim": "zero1_adamw", "optim_args": INT4}, dropout=0.0),
         Run({**here, "optim": "sgd", "optim_args": optim_args, "max_grad_norm": 0.0}, scaler=True, overflow=(1, 3)),
         Run({**here, "optim": "zero2_adamw", "optim_args": INT4, **best}),
     ]
-    plain, small, overflow, loaded = run_ranks(2, train_all, *runs, timeout=240)[0]
+    overflow, loaded = run_ranks(2, train_all, *runs, timeout=240)[0]
     model = load_file(Path(loaded["best"]) / "model.safetensors")
     assert all(torch.equal(loaded["params"][name], value) for name, value in model.items())
-    for result in (small, overflow, loaded):
+    for result in (overflow, loaded):
         assert all(result["alike"]) and result["settled"]
-    assert losses(small) == pytest.approx(losses(plain), rel=0.05)
-    assert 4.5 * small["metrics"]["bytes_sent"] < plain["metrics"]["bytes_sent"]
     assert [row["skipped"] for row in overflow["rows"]] == [False] * 3 + [True] + [False] * 4
 
 
@@ -300,7 +287,7 @@ def test_accelerate_with_small_messages(tmp_path: Path) -> None:
         assert (
             float((whole["params"][name] - value).abs().mean()) < 0.005
         )  # of six steps of Adagrad with a rate of 0.01
-    masters, replicas = (stored(tmp_path / "3", kind) for kind in ("master", "replica"))
+    masters, replicas = (kept(tmp_path / "3", kind) for kind in ("master", "replica"))
     model = load_file(tmp_path / "3" / "model.safetensors")
     assert masters and same_as(model, masters) and not same_as(model, replicas)
     index = json.loads((tmp_path / "3" / "compressopt.index.json").read_text())

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_compressopt
 from hf_compressopt import GradientCompression, average_gradients
+from hf_compressopt.collectives import gradients
 from hf_compressopt.kernels import native
 from hf_compressopt.optim import late
+from hf_compressopt.optim.math import sum_of
 from tests.support.family import optimizer_of
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.memory import MIB, peak_beyond
@@ -117,7 +119,14 @@ FETCHES: dict[str, tuple[str, dict[str, Any], int]] = {  # the most of a step th
     "OnebitLamb": ("OnebitLamb", {}, 1),
     "OnebitLamb, decay": ("OnebitLamb", {"weight_decay": 0.1}, 1),
     "OnebitLamb, warmup": ("OnebitLamb", {"freeze_step": 40}, 1),
+    "OnebitAdam, zero_stage=2, late": ("OnebitAdam", {"zero_stage": 2, "clip": "late"}, 1),
+    "OnebitAdam, first local gradients": ("OnebitAdam", {"compares": True}, 1),
+    "OnebitAdam, zero_stage=2, warmup": ("OnebitAdam", {"zero_stage": 2, "freeze_step": 40}, 1),
+    "OnebitAdam, a group in full precision": ("OnebitAdam", {"non_freeze": 1}, 1),
     "ZeroOneAdam, sync": ("ZeroOneAdam", {"local_step_clipper": 1}, 1),
+    "ZeroOneAdam, first sync": ("ZeroOneAdam", {"local_step_clipper": 1, "compares": True}, 1),
+    # clipping agrees on the norm of the group, and parameters may be written until the step, whose sync tells of it
+    "ZeroOneAdam, sync, a group in full precision": ("ZeroOneAdam", {"local_step_clipper": 1, "non_freeze": 1}, 2),
     "ZeroOneAdam, local step": ("ZeroOneAdam", {"local_step_clipper": 4, "local_step_scaler": 1}, 1),
     "ZeroOneAdam, 1-bit gradients": ("ZeroOneAdam", {"freeze_step": 40, "var_update_scaler": 1}, 1),
 }
@@ -144,24 +153,35 @@ class Fetches(TorchDispatchMode):
     @contextmanager
     def counting(self) -> Iterator[None]:
         tolist = torch.Tensor.tolist
-        with mock.patch.object(torch.Tensor, "tolist", lambda tensor: self.note(tensor) or tolist(tensor)), self:
+        with (
+            mock.patch.object(torch.Tensor, "tolist", lambda tensor: self.note(tensor) or tolist(tensor)),
+            mock.patch.object(late, "reads_at_once", lambda device: False),
+            mock.patch.object(gradients, "reads_at_once", lambda device: False),
+            self,
+        ):
             yield
 
 
 def fetches(rank: int, world_size: int, name: str, options: dict[str, Any], tensors: int) -> int:
-    """Count the fetches of the last of seven steps."""
+    """Count the fetches of the last of seven backward passes and steps, as if the numbers lay on a device."""
     params = [nn.Parameter(torch.ones(256)) for _ in range(tensors)]
-    optimizer = getattr(hf_compressopt, name)(params, **{"freeze_step": 2, "bucket_cap_mb": 0.001, **options})
+    options = {"freeze_step": 2, "bucket_cap_mb": 0.001, **options}
+    whole, compares = options.pop("non_freeze", 0), options.pop("compares", False)
+    groups = [{"params": params[whole:]}, {"params": params[:whole], "non_freeze": True}]
+    optimizer = getattr(hf_compressopt, name)(groups, **options)
     for step in range(7):
-        for number, param in enumerate(params):
-            seed = 1000 * step + number + (0 if optimizer.plan.reduce_grads else 100 * rank)
-            param.grad = torch.randn(256, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(2 * step + (0 if optimizer.plan.reduce_grads else rank))
         counter = Fetches(optimizer)
+        if compares:  # whether the ranks' gradients are their own, as in the first step of a process
+            optimizer._consensus._gradients_compared = False
+        with counter.counting():
+            sum((param * torch.randn(256, generator=generator)).sum() for param in params).backward()
         if optimizer.plan.reduce_grads:
             average_gradients(optimizer)
         with counter.counting():
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
+        optimizer.zero_grad()
     return counter.count
 
 
@@ -174,10 +194,15 @@ def test_a_step_fetches_no_value_per_bucket(case: str) -> None:
 
 HOOKS: dict[str, tuple[Callable[[list[nn.Parameter]], Any], int]] = {  # of backward, step and clipping together
     "int4": (lambda params: torch.optim.SGD(params, lr=0.1), 1),
-    "OnebitAdam, warmup": (lambda params: hf_compressopt.OnebitAdam(params, freeze_step=40, bucket_cap_mb=0.001), 2),
+    "OnebitAdam, warmup": (lambda params: hf_compressopt.OnebitAdam(params, freeze_step=40, bucket_cap_mb=0.001), 1),
+    # that no gradient is sparse, and which parameters have one anywhere, is known when it returns
+    "OnebitAdam, average_gradients": (
+        lambda params: hf_compressopt.OnebitAdam(params, freeze_step=40, bucket_cap_mb=0.001),
+        2,
+    ),
     "OnebitAdam, late": (
         lambda params: hf_compressopt.OnebitAdam(params, freeze_step=2, bucket_cap_mb=0.001, clip="late"),
-        2,
+        1,
     ),
 }
 
@@ -185,18 +210,20 @@ HOOKS: dict[str, tuple[Callable[[list[nn.Parameter]], Any], int]] = {  # of back
 def fetches_of_hook(rank: int, world_size: int, case: str, tensors: int) -> int:
     """Count the fetches of the last of seven backward passes and steps, as if the numbers lay on a device."""
     net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(tensors)))
-    ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001)
+    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001)
     optimizer = HOOKS[case][0](list(net.parameters()))
     if case == "int4":
         state = GradientCompression(net.named_parameters(), "int4", bucket_cap_mb=0.001)
-        ddp.register_comm_hook(state, hf_compressopt.compress_hook)
-    else:
-        hf_compressopt.attach_ddp(ddp, optimizer)
+        model.register_comm_hook(state, hf_compressopt.compress_hook)
+    elif case != "OnebitAdam, average_gradients":
+        hf_compressopt.attach_ddp(model, optimizer)
     for step in range(7):
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(2 * step + rank))
         counter = Fetches(optimizer)
-        with counter.counting(), mock.patch.object(late, "reads_at_once", lambda device: False):
-            ddp(x).square().sum().backward()
+        with counter.counting():
+            (net if "average" in case else model)(x).square().sum().backward()
+            if "average" in case:
+                average_gradients(optimizer)
             if case != "int4":
                 optimizer.clip_grad_norm_(1e-3)
             optimizer.step()
@@ -210,6 +237,22 @@ def fetches_of_hook(rank: int, world_size: int, case: str, tensors: int) -> int:
 def test_a_hook_fetches_one_value_beside_its_step(case: str) -> None:
     few, many = (max(run_ranks(2, fetches_of_hook, case, tensors)) for tensors in (3, 12))
     assert few == many <= HOOKS[case][1]
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_norm_of_a_large_variance_takes_few_launches_on_a_device() -> None:
+    with Calls() as calls:
+        sum_of(torch.empty(350_000_000, device="meta"))
+    assert calls.count < 100
 
 
 # -- kernels: each is one launch (tests/kernels/test_cuda_emulation.py) ------------------------------------------------

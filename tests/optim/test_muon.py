@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt import ZeroOptimizer
+from hf_compressopt import GradientCompression, ZeroOptimizer, compress_hook
 from hf_compressopt.optim.muon import MuonAdamW
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.trainer_runs import (
@@ -155,10 +156,6 @@ def test_trainer_refuses_by_name(rank: int, world_size: int, options: str, said:
 
 def own_muon(rank: int, world_size: int, compression: str) -> tuple[list[torch.Tensor], float]:
     """A plain loop with torch's Muon of the user's own."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    from hf_compressopt import GradientCompression, compress_hook
-
     model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 8, bias=False))
     ddp, optimizer = DistributedDataParallel(model), torch.optim.Muon(model.parameters(), lr=1e-2)
     if compression:

@@ -1,5 +1,6 @@
 """OnebitAdam and its family: the warmup stage, the switch, skipped steps, bytes, low precision, resumes."""
 
+import copy
 import math
 import os
 from itertools import product
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam
-from hf_compressopt.kernels import library
+from hf_compressopt.kernels import adam, library
 from tests.oracles.cases import (
     ODD,
     Case,
     LambProblem,
+    PlainLambProblem,
     Problem,
     ZeroOneProblem,
     make_optimizer,
@@ -25,7 +27,6 @@ from tests.oracles.steps import (
     bytes_of_a_compressed_step,
     check_low_precision,
     everything,
-    problems_of_a_skip,
 )
 from tests.support.harness import on_ranks, same_on_all_ranks
 
@@ -35,7 +36,7 @@ ZERO_ONE = {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 4
 # -- the warmup stage -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.invariant(32)
+@pytest.mark.invariant(12, 32)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks()
 def test_warmup_is_adamw_bit_for_bit(rank, world_size):
@@ -87,35 +88,38 @@ def test_fused_warmup_is_adamw_but_for_rounding(dtype):
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-def test_first_gradient_counts():
-    """The original only counted in its first step()."""
-    p = torch.nn.Parameter(torch.zeros(4))
-    optimizer = OnebitAdam([p], lr=0.1, freeze_step=3)
-    p.grad = torch.tensor([1.0, -2, 3, -4])
-    optimizer.step()
-    torch.testing.assert_close(p.detach(), torch.tensor([-0.1, 0.1, -0.1, 0.1]))
-    assert float(optimizer.state[p]["step"]) == 1
-
-
-def trajectory(**kwargs):
-    """Eight steps of one rank alone, three of them warmup, from the same start with the same gradients."""
-    generator = torch.Generator().manual_seed(0)
-    p = torch.nn.Parameter(torch.randn(20, generator=generator))
-    optimizer = OnebitAdam([p], **{"lr": 0.01, "freeze_step": 3, **kwargs})
-    history = []
-    for _ in range(8):
-        p.grad = torch.randn(20, generator=generator)
-        optimizer.step()
-        history.append(p.detach().clone())
-    return torch.stack(history)
-
-
-def test_bias_correction_outside_the_fast_path_agrees_with_it():
-    """eps inside the root, of 1e-30, is no eps at all: the same numbers as torch's own arithmetic with eps = 0."""
-    torch.testing.assert_close(trajectory(eps_inside_sqrt=True, eps=1e-30), trajectory(eps=0.0), rtol=0, atol=2e-6)
-
-
 # -- the switch -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_once", [True, False])  # on a GPU steps are counted there and on the host
+def test_fused_warmup_prepares_once(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    monkeypatch.setattr("hf_compressopt.optim.group.reads_at_once", lambda device: at_once)
+    runs = []
+    for anew in (False, True):
+        params = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in ((7, 5), (12,), (3,))]
+        optimizer, made = OnebitAdam(params, lr=1e-2, fused_warmup=True, freeze_step=100), []
+        for step in range(12):
+            if step == 11:
+                optimizer = copy.deepcopy(optimizer)
+                params = optimizer.param_groups[0]["params"]
+            for number, param in enumerate(params):
+                param.grad = None if step == 4 and number == 1 else torch.full_like(param, 0.1 * step - 0.3)
+            if step == 7:
+                params[0].data = params[0].data.clone()
+            for param in params if step == 9 else ():
+                optimizer.state[param]["step"] += 3
+            if step == 10:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if anew:
+                optimizer._states[0].moments.adam = None
+            with mock.patch.object(adam, "AdamPlan", wraps=adam.AdamPlan) as plan:
+                optimizer.step()
+            made.append(plan.call_count)
+        runs.append([*params, *(value for row in optimizer.state.values() for value in row.values())])
+        # at 4 and 5 other parameters have a gradient, at 7 one lies elsewhere, at 9 counts do, from 10 on everything
+        expected = range(12) if anew else [0, 4, 5, 7, *([] if at_once else [9]), 10, 11]
+        assert [step for step, count in enumerate(made) if count] == list(expected)
+    assert all(map(torch.equal, *runs))
 
 
 @pytest.mark.invariant(36)
@@ -210,32 +214,6 @@ def test_clip_grad_norm(rank, world_size, clip):
     assert float(p.grad[0]) / (rank + 1) == factor, "an infinite norm only measures"
 
 
-SKIPPED = [{"shapes": ODD}, {"shapes": [(6,)], "non_freeze": True}]
-ONEBIT = Case("skip", SKIPPED, {"lr": 0.01}, 3, 8)
-CLIPPED = Case("skip", SKIPPED, {"lr": 0.01, "max_grad_norm": 0.5}, 3, 8)
-LOCAL, CONNECTED = (Case("skip", groups, {"lr": 0.02, **ZERO_ONE}, steps=24) for groups in (SKIPPED[:1], SKIPPED))
-
-
-@pytest.mark.invariant(13)
-@pytest.mark.parametrize(
-    ("kind", "case", "steps", "clip", "world_size"),
-    [
-        *((Problem, ONEBIT, {2: "nan", 4: "inf", 6: "-inf"}, None, size) for size in (1, 2, 3)),
-        *((Problem, CLIPPED, {2: "inf", 4: "-inf", 6: "nan"}, None, size) for size in (1, 2, 3)),
-        *((Problem, ONEBIT, {2: "-inf", 4: "nan", 6: "inf"}, 0.5, size) for size in (1, 2, 3)),
-        *((LambProblem, ONEBIT, dict.fromkeys((2, 4, 6), "nan"), None, size) for size in (1, 2)),
-        (ZeroOneProblem, LOCAL, dict.fromkeys((2, 3, 8), "nan"), None, 2),  # the variance stage
-        (ZeroOneProblem, CONNECTED, dict.fromkeys((2, 3, 8, 9, 18, 20), "nan"), None, 2),  # by the second group
-    ],
-)
-@on_ranks()
-def test_gradient_that_is_not_finite_skips_the_step_everywhere(rank, world_size, kind, case, steps, clip):
-    """All ranks skip the step and change nothing. In the compressed stage a NaN on one rank is enough."""
-    for bad_step, bad in steps.items():
-        problem = kind(case, world_size, 0)
-        assert problems_of_a_skip(problem, rank, bad_step, float(bad), clip) == []
-
-
 @pytest.mark.invariant(30)
 @on_ranks(2)
 def test_huge_finite_gradient_leaves_no_poison(rank, world_size):
@@ -282,7 +260,7 @@ def test_metrics_count_bytes(rank, world_size, kind):
 # -- lower precision --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Problem, LambProblem, ZeroOneProblem])
+@pytest.mark.parametrize("kind", [Problem, LambProblem, ZeroOneProblem, PlainLambProblem])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on_ranks(2)
 def test_low_precision_parameters_follow_float32_moments(rank, world_size, dtype, kind):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
-from tests.oracles.cases import Case, Problem, flat_params, make_optimizer, set_gradients
+from tests.oracles.cases import Case, Problem, flat_params, make_optimizer, make_params, set_gradients
 from tests.oracles.steps import same, tensors_in
 from tests.support.family import through_a_file
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
@@ -107,15 +107,6 @@ def test_tensor_lr(shape, options):
     assert float(lr) == pytest.approx(0.0625 * 0.5**STEPS)
 
 
-@pytest.mark.invariant(12)
-def test_no_gradient_changes_nothing_in_warmup():
-    params, optimizer = make_one(weight_decay=0.1)
-    before = [p.detach().clone() for p in params]
-    optimizer.step()
-    assert_same(params, before)
-    assert [float(optimizer.state[p]["step"]) for p in params] == [0, 0]
-
-
 def test_grads_argument():
     """Flat, nested per group, with None; p.grad is not looked at."""
     results = []
@@ -187,30 +178,13 @@ def test_copies_are_independent_and_go_on_alike(at, kind):
     assert_same(tensors_in(optimizer.state_dict()), before)
     assert_same(train(params, optimizer, at + 1), expected)
     assert not hasattr(kind, "plan") or copied.plan == optimizer.plan
-
-
-@pytest.mark.invariant(20)
-@on_ranks(2)
-def test_deepcopy_on_two_ranks(rank, world_size):
-    problem = Problem(CASE, world_size, 0)
-    run = make_optimizer(problem)
-    steps_of(problem, run, rank, 1, 5)
-    copied = tuple(copy.deepcopy(run))
-    for each in (run, copied):
-        steps_of(problem, each, rank, 6)
-    assert flat_params(run[1]).tobytes() == flat_params(copied[1]).tobytes()
+    assert kind.__name__ in repr(copied) and "lr: 0.01" in repr(copied)
 
 
 def steps_of(problem, run, rank, first=1, last=STEPS):
     for t in range(first, last + 1):
         set_gradients(problem, *run, rank, t)
         run[0].step()
-
-
-@pytest.mark.invariant(20)
-def test_repr():
-    _, optimizer = make_one()
-    assert "OnebitAdam" in repr(optimizer) and "lr: 0.01" in repr(optimizer)
 
 
 def test_state_holds_torchs_names_as_views():
@@ -236,10 +210,6 @@ def test_state_holds_torchs_names_as_views():
 @KINDS
 @pytest.mark.invariant(7)
 def test_input_forms_agree(kind):
-    def start():
-        generator = torch.Generator().manual_seed(0)
-        return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6,), (3, 4))]
-
     forms = [
         lambda ps: ps,
         lambda ps: iter(ps),
@@ -249,7 +219,7 @@ def test_input_forms_agree(kind):
     ]
     results = []
     for form in forms:
-        params = start()
+        params, _ = make_one()
         results.append(train(params, kind(form(params), lr=0.01, **options_of(kind))))
     for result in results[1:]:
         assert_same(result, results[0])
@@ -348,8 +318,7 @@ def test_group_added_before_the_first_step_equals_group_given_up_front():
     problem = Problem(CASE, 1, 0)
     results = []
     for late in (False, True):
-        params = [[torch.nn.Parameter(torch.from_numpy(p.copy())) for p in group] for group in problem.params]
-        groups = [{"params": group, **problem.options(g, torch.from_numpy)} for g, group in enumerate(params)]
+        params, groups = make_params(problem)
         optimizer = OnebitAdam(groups[:1] if late else groups, freeze_step=FREEZE_STEP, **CASE.kwargs)
         for group in groups[1:] if late else ():
             optimizer.add_param_group(group)

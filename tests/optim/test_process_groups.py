@@ -1,8 +1,6 @@
 """Param groups with a process group of their own: experts that only some of the ranks hold."""
 
 from collections import OrderedDict
-from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import hf_compressopt
 from hf_compressopt import CompressOptAccelerator, OnebitAdam
 from tests.oracles.steps import same
 from tests.support import family
@@ -178,45 +175,6 @@ def test_an_overflow_in_one_expert_skips_the_step_everywhere(rank: int, world_si
     expert.grad = torch.full_like(expert, torch.inf if rank == 1 else 1.0)
     optimizer.step()
     assert same(before, [dense, expert]) and optimizer.step_was_skipped
-
-
-@pytest.mark.parametrize("name", family.FAMILY)
-@on_ranks(3)
-def test_resume_is_bit_for_bit(rank: int, world_size: int, name: str, tmp_path: Path) -> None:
-    group, number = expert_group(rank, world_size), expert_of(rank, world_size)
-    mask, names = torch.arange(5) < 3 + number, ["dense", f"expert{number}"]
-
-    def build() -> tuple[nn.Parameter, nn.Parameter, Any]:
-        dense, expert = make(rank, world_size)
-        groups = [{"params": [dense]}, {"params": [expert], "process_group": group, "exp_avg_mask": mask}]
-        return dense, expert, optimizer_of(name, groups)
-
-    for stop in (2, 7, 9):
-        dense, expert, optimizer = build()
-        take_steps(optimizer, dense, expert, rank, range(stop))
-        hf_compressopt.save_state(optimizer, tmp_path / str(stop), names=names)
-        saved = [dense.detach().clone(), expert.detach().clone()]
-        take_steps(optimizer, dense, expert, rank, range(stop, STEPS))
-        other_dense, other_expert, other = build()
-        with torch.no_grad():
-            other_dense.copy_(saved[0])
-            other_expert.copy_(saved[1])
-        other.param_groups[1].pop("exp_avg_mask")
-        hf_compressopt.load_state(other, tmp_path / str(stop), names=names)
-        assert torch.equal(other.param_groups[1]["exp_avg_mask"], mask)
-        take_steps(other, other_dense, other_expert, rank, range(stop, STEPS))
-        assert same([dense, expert], [other_dense, other_expert])
-
-
-@on_ranks(2)
-def test_copies_and_state_dicts_do_not_trip_over_the_process_group(rank: int, world_size: int) -> None:
-    dense, expert, optimizer = mixed_optimizer("OnebitAdam", rank, world_size)
-    take_steps(optimizer, dense, expert, rank, range(5))
-    assert deepcopy(optimizer).metrics()["step"] == 5
-    assert "process_group" not in repr(optimizer)
-    optimizer.load_state_dict(family.through_a_file(optimizer.state_dict()))
-    take_steps(optimizer, dense, expert, rank, range(5, 7))
-    assert optimizer.metrics()["step"] == 7 and optimizer.metrics()["compression_ratio"] > 1
 
 
 @on_ranks(4)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +66,18 @@ def test_parameters_of_no_param_group_count_too(rank: int, world_size: int) -> N
     assert norm == pytest.approx(float(mean.norm()), rel=4 / math.sqrt(2 * 64))  # type: ignore[union-attr]
 
 
-def clipped_in_step(rank: int, world_size: int, bad: bool, form: str) -> tuple[OnebitAdam, list[torch.Tensor]]:
+def clipped_in_step(rank: int, world_size: int) -> tuple[OnebitAdam, list[torch.Tensor]]:
     """max_grad_norm in step(), beside gradients that were clipped by the true norm of the mean before."""
     made, weights = [], []
     for options in ({"max_grad_norm": 1.0, "clip": "sketch"}, {}):
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
-        made.append(OnebitAdam(params, lr=1e-3, freeze_step=2, scale_block=64, eps=1e-3, state=form, **options))
+        made.append(OnebitAdam(params, lr=1e-3, freeze_step=2, scale_block=64, eps=1e-3, state="float32", **options))
         for step in range(1, 7):
             mine = [g.clone() for g in gradients(rank, step)]
             if step <= 2:
                 mine = [sum(g) / world_size for g in zip(*(gradients(r, step) for r in range(world_size)), strict=True)]
             if not options:
                 mine = [g * min(1.0, 1.0 / (norm_of_mean(world_size, step) + 1e-6)) for g in mine]
-            if bad and step == 4 and rank == 1 and options:
-                mine[0][3, 3] = math.inf
             for p, g in zip(params, mine, strict=True):
                 p.grad = g
             made[-1].step()
@@ -91,7 +88,7 @@ def clipped_in_step(rank: int, world_size: int, bad: bool, form: str) -> tuple[O
 @on_ranks(2)
 def test_a_step_clips_by_the_norm_of_the_mean(rank: int, world_size: int) -> None:
     """With float32: 8 bits would round the two runs apart."""
-    optimizer, (sketched, by_hand) = clipped_in_step(rank, world_size, False, "float32")
+    optimizer, (sketched, by_hand) = clipped_in_step(rank, world_size)
     assert optimizer.skipped_steps == 0
     assert float((sketched - by_hand).norm()) < MOST * float((by_hand - 1).norm())
 
@@ -122,12 +119,6 @@ def test_the_sketch_of_a_small_model_is_small_and_without_bias(
     deviation = math.sqrt(2 / size)  # of the square; the seed is the step's, and so the sketch is the same
     assert abs(float(squares.mean()) - 1) < 4 * deviation / math.sqrt(60)
     assert 0.5 * deviation < float(squares.std()) < 1.5 * deviation or numel == 40
-
-
-@on_ranks(2)
-def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks(rank: int, world_size: int) -> None:
-    optimizer, weights = clipped_in_step(rank, world_size, True, "compact")
-    assert optimizer.skipped_steps == 1 and same_on_all_ranks(weights[:1])
 
 
 @pytest.mark.parametrize(("numel", "scale_block", "warns"), [(26_624, 512, 0), (400, 4096, 1), (26_624, 8, 1)])
@@ -212,25 +203,14 @@ def local_steps() -> tuple[torch.nn.Parameter, ZeroOneAdam]:
     return p, ZeroOneAdam([p], lr=1e-3, **options)
 
 
-def resumed(rank: int, world_size: int, folder: str) -> None:
-    """A run that stops inside a local interval, and resumes, is the uninterrupted one, in bits."""
+def saved_inside_an_interval(rank: int, world_size: int, folder: str) -> None:
     p, optimizer = local_steps()
     steps(optimizer, p, rank, range(15))
     assert optimizer.ranks_are_apart
     save_state(optimizer, folder)
-    packed, start = deepcopy(optimizer.state_dict()), p.detach().clone()
-    whole = steps(optimizer, p, rank, range(15, 24))
-    for way in ("checkpoint", "state dict"):
-        again, other = local_steps()
-        if way == "checkpoint":
-            load_state(other, folder)
-        else:
-            again.data.copy_(start)
-            other.load_state_dict(packed)
-        rows = steps(other, again, rank, range(15, 24))
-        assert all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(rows, whole, strict=True)), way
     true = math.sqrt(1 + DEVIATION**2 * NUMEL / 2)
-    assert whole[-1][0] == pytest.approx(true, rel=0.05)  # of each rank, by its own gradient
+    norm, *_ = steps(optimizer, p, rank, range(15, 24))[-1]
+    assert norm == pytest.approx(true, rel=0.05)  # of each rank, by its own gradient
 
 
 def other_ranks(rank: int, world_size: int, folder: str) -> None:
@@ -242,6 +222,6 @@ def other_ranks(rank: int, world_size: int, folder: str) -> None:
     assert optimizer.metrics().get("gradient_noise_scale") is None
 
 
-def test_its_state_is_in_checkpoints(tmp_path: Path) -> None:
-    run_ranks(2, resumed, str(tmp_path))
+def test_its_state_goes_to_other_ranks(tmp_path: Path) -> None:
+    run_ranks(2, saved_inside_an_interval, str(tmp_path))
     run_ranks(3, other_ranks, str(tmp_path))

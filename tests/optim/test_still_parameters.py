@@ -184,4 +184,4 @@ def test_small_tensors_train_beside_gradients_10_000_times_larger(
             assert abs(result["ends"][key] - result["switch"][key]).max() > 0
             assert result["ends"][key].tobytes() == results[0]["ends"][key].tobytes() or name == "ZeroOneAdam"
     (said,) = (line for line in results[0]["lines"] if "no variance" in line)
-    assert "1 parameter(s)" in said and "unused" in said
+    assert "1 parameter tensor(s)" in said and "unused" in said

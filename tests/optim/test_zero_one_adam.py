@@ -1,11 +1,10 @@
 """ZeroOneAdam: its schedule and bytes, and parameters that others read or change inside a local interval."""
 
 import itertools
-import json
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -160,38 +159,6 @@ def test_default_schedules_send_at_most_half_of_onebit_adams_bytes(steps):
     )
 
 
-@on_ranks(2)
-def test_parameters_with_other_strides_resume_inside_an_interval(rank: int, world_size: int, tmp_path: Path) -> None:
-    def make() -> tuple[nn.Conv2d, ZeroOneAdam]:
-        torch.manual_seed(0)
-        conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        options: dict[str, Any] = {"var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 4}
-        return conv, ZeroOneAdam(conv.parameters(), lr=1e-2, var_freeze_step=3, scale_block=16, **options)
-
-    def train(conv: nn.Conv2d, optimizer: ZeroOneAdam, steps: range) -> None:
-        for step in steps:
-            images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
-            conv(images).square().mean().backward()
-            for param in conv.parameters():
-                if step < 3:  # in the variance stage they must be alike
-                    dist.all_reduce(param.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    conv, optimizer = make()
-    assert not conv.weight.is_contiguous()
-    train(conv, optimizer, range(9))
-    save_state(optimizer, tmp_path)
-    saved = json.loads((Path(tmp_path) / "compressopt.index.json").read_text())["tensors"]
-    assert any(name.startswith("param/") for name in saved), "not inside an interval"
-    train(conv, optimizer, range(9, 12))
-    other, again = make()
-    load_state(again, tmp_path)
-    train(other, again, range(9, 12))
-    assert not other.weight.is_contiguous()
-    assert torch.equal(other.weight, conv.weight) and torch.equal(other.bias, conv.bias)  # type: ignore[arg-type]
-
-
 # -- param groups that are added late, or that only some of the ranks fill ---------------------------------------------
 
 ADDING = {**SCHEDULE, "var_update_scaler": 1, "local_step_scaler": 2}
@@ -302,8 +269,17 @@ def copy_data(model: nn.Module) -> None:
 WRITES: dict[str, Callable[[nn.Module], None]] = {"load": load_best, "clamp": clamp_data, "ema": copy_data}
 
 
-def write_inside(rank: int, write: str, last: int, way: str) -> None:
-    """Write other values after step ``last``, and look at the next sync and at the one after it."""
+@pytest.mark.parametrize(
+    ("world_size", "write", "last", "way"),
+    [  # at the switch, after a sync, and inside
+        *product([2], WRITES, [2, 8, INSIDE], ["plainly", "averaged", "settled"]),
+        (1, "load", INSIDE, "plainly"),
+    ],
+)
+@on_ranks()
+def test_values_that_others_write_outlive_the_next_sync(
+    rank: int, world_size: int, write: str, last: int, way: str
+) -> None:
     model, optimizer = make()
     train(model, optimizer, rank, range(last))
     if way == "settled":
@@ -315,21 +291,6 @@ def write_inside(rank: int, write: str, last: int, way: str) -> None:
         if step + 1 in (3, 4, 6, 8, 12, 16):
             assert same_on_all_ranks(model.parameters())
             assert (flat(model) - BEST).abs().max() < 1.0, "the values from before were put back"
-
-
-@pytest.mark.parametrize("way", ["plainly", "averaged", "settled"])
-@pytest.mark.parametrize("last", [2, 8, INSIDE], ids=["at the switch", "after a sync", "inside"])
-@pytest.mark.parametrize("write", WRITES)
-@on_ranks(2)
-def test_values_that_others_write_outlive_the_next_sync(
-    rank: int, world_size: int, write: str, last: int, way: str
-) -> None:
-    write_inside(rank, write, last, way)
-
-
-@on_ranks(1)
-def test_values_that_others_write_outlive_the_next_sync_of_one_rank_alone(rank: int, world_size: int) -> None:
-    write_inside(rank, "load", INSIDE, "plainly")
 
 
 @on_ranks(2)

@@ -1,8 +1,6 @@
 """OnebitAdam with zero_stage=2: gradients that leave and are freed while backward runs."""
 
 import copy
-import gc
-import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import hf_compressopt
 from hf_compressopt import OnebitAdam, attach_ddp, load_state, save_state
 from hf_compressopt.optim.late import LATE_CLIP
 from tests.optim.test_zero_onebit import everything
+from tests.oracles.cases import bucket_cap
 from tests.oracles.steps import same
 from tests.support.ddp_runs import CLIP, FREEZE, STEPS, Net, backward, end_step, loss_of, make, scaler_of
 from tests.support.family import assign, go_on
@@ -149,75 +146,34 @@ def test_clipping_by_option_by_call_and_with_a_scaler(rank: int, world_size: int
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
-WIDTH, LAYERS = 64, 16
 
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of all storages that operators have made and that are alive, each once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.now())
-        return out
-
-    def now(self) -> int:
-        self.storages = {key: row for key, row in self.storages.items() if not row[0].expired()}
-        return sum(nbytes for _, nbytes in self.storages.values())
-
-
-def layers(width: int = WIDTH) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("matrices", [1, 2])
-@on_ranks(4)
-def test_bytes_of_a_whole_run(rank: int, world_size: int, matrices: int) -> None:
-    """AdamW under DDP has 16 bytes per parameter: parameters, buckets that are gradients, and two moments."""
-    bucket_cap_mb = (matrices + 0.01) * 4 * WIDTH**2 / 2**20
-    with Alive() as alive:
-        torch.manual_seed(0)
-        net = layers()
-        numel = sum(p.numel() for p in net.parameters())
-        groups = [{"params": [p for p in net.parameters() if (p.ndim > 1) == large]} for large in (True, False)]
-        grads: list[StorageWeakRef] = []
-        most: list[float] = []
+@on_ranks(2)
+def test_gradients_of_a_bucket_are_alive_at_a_time(rank: int, world_size: int, matrices: int) -> None:
+    width, layers = 64, 16
+    net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    groups = [{"params": [p for p in net.parameters() if (p.ndim > 1) == large]} for large in (True, False)]
+    grads: list[StorageWeakRef] = []
+    most = 0
 
-        def count(param: torch.Tensor) -> None:
-            assert param.grad is not None
-            grads.append(StorageWeakRef(param.grad.untyped_storage()))
-            most[-1] = max(most[-1], sum(not grad.expired() for grad in grads if grad is not None))
+    def count(param: torch.Tensor) -> None:
+        nonlocal most
+        assert param.grad is not None
+        grads.append(StorageWeakRef(param.grad.untyped_storage()))
+        most = max(most, sum(not grad.expired() for grad in grads))
 
-        for p in net.parameters():
-            if p.ndim > 1:
-                p.register_post_accumulate_grad_hook(count)
-        optimizer = OnebitAdam(groups, freeze_step=2, max_grad_norm=0.1, bucket_cap_mb=bucket_cap_mb, **ZERO)
-        for step in range(4):
-            grads.clear()
-            most.append(0.0)
-            net(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * rank + step))).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        gc.collect()
-        after = alive.now()
-    (peak, after), most, in_bucket = (
-        [alive.peak / numel, after / numel],
-        most,
-        int(bucket_cap_mb * 2**20 / 4 / WIDTH**2),
+    for p in net.parameters():
+        if p.ndim > 1:
+            p.register_post_accumulate_grad_hook(count)
+    optimizer = OnebitAdam(
+        groups, freeze_step=2, max_grad_norm=0.1, bucket_cap_mb=bucket_cap(matrices * width**2), **ZERO
     )
-    assert in_bucket == matrices
-    assert max(most) <= matrices + 1, "gradients of matrices that are alive at the same time"
-    assert peak <= 16 * 2 / 3
-    assert after <= 4 + 2.6, "parameters, and the state of the compressed stage"
+    for step in range(4):
+        grads.clear()
+        net(torch.randn(2, width, generator=torch.Generator().manual_seed(10 * rank + step))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 0 < most <= matrices + 1
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -241,30 +197,6 @@ def test_stages_1_and_2_load_each_other(rank: int, world_size: int, tmp_path: Pa
                     go_on(rank, *pair, range(stop, stop + 3))
     if world_size == 3:
         dist.barrier()
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-@pytest.mark.invariant(13)
-@pytest.mark.parametrize("scaled", [False, True])
-@on_ranks(2)
-def test_all_ranks_skip_a_step_and_nothing_has_changed(rank: int, world_size: int, scaled: bool) -> None:
-    """In a step of each stage one rank's loss is not a number."""
-    net, optimizer = make("sketch", CLIP, **ZERO)
-    scaler = scaler_of(64.0, scaled)
-    for step in range(STEPS):
-        before = everything(list(net.parameters()), optimizer)
-        loss = scaler.scale(loss_of(net, rank, step))
-        (loss * math.nan if rank == 1 and step in (1, 6) else loss).backward()
-        end_step(optimizer, scaler)
-        after = everything(list(net.parameters()), optimizer)
-        assert optimizer.step_was_skipped == (step in (1, 6))
-        if not scaled:  # a scaler's new scale is a part of the state
-            kept = len(before) == len(after) and all(map(same_bits, before, after))
-            assert kept == (step in (1, 6))
-    assert same_on_all_ranks(net.parameters())
 
 
 # -- what is thrown away, and what is refused --------------------------------------------------------------------------
@@ -348,10 +280,9 @@ def test_misuse_is_refused_on_all_ranks_together(rank: int, world_size: int) -> 
         optimizer.zero_grad()
         backward()
         if rank:
-            optimizer.freed.end_step()  # as if this rank alone had dropped them
+            optimizer.freed.drop()  # as if this rank alone had dropped them
             optimizer.freed._passes.done = True
-            optimizer.early_messages.drop()
-            optimizer.early_messages.agreed = False
+            optimizer.freed.agreed = False
         with pytest.raises(ValueError, match="what has left in backward"):
             optimizer.step()
         optimizer.zero_grad()

@@ -56,9 +56,17 @@ def distance_to_zero(values: Array) -> float:
 
 
 def simulate_compressed_all_reduce(
-    xs: Sequence[Array], worker_errors: Sequence[Array], server_errors: Sequence[Array], scale_block: int | None
+    xs: Sequence[Array],
+    worker_errors: Sequence[Array],
+    server_errors: Sequence[Array],
+    scale_block: int | None,
+    *,
+    node_size: int = 1,
 ) -> Compressed:
-    """One bucket: xs and worker_errors are [world_size] of [numel], server_errors one array per chunk."""
+    """One bucket: xs and worker_errors are [world_size] of [numel], server_errors one array per chunk.
+
+    The ranks of a node average in full precision first, and each of them has the node's worker error.
+    """
     world_size, numel = len(xs), xs[0].size
     if world_size == 1:
         mean = xs[0] + worker_errors[0] + server_errors[0]
@@ -71,14 +79,14 @@ def simulate_compressed_all_reduce(
 
     total, min_distance = np.zeros(numel), np.inf
     new_worker_errors, new_server_errors, mean = [], [], np.zeros(numel)
-    for x, error in zip(xs, worker_errors, strict=True):
-        u = np.asarray(x, np.float64) + error
+    for first in range(0, world_size, node_size):
+        u = np.mean(xs[first : first + node_size], axis=0, dtype=np.float64) + worker_errors[first]
         q = quantize(u, worker_blocks)
-        new_worker_errors.append(u - q)
+        new_worker_errors += [u - q] * node_size
         total += q
         min_distance = min(min_distance, distance_to_zero(u))
     for (begin, end), error in zip(chunks, server_errors, strict=True):
-        a = total[begin:end] / world_size + error
+        a = total[begin:end] / (world_size // node_size) + error
         y = quantize(a, blocks_of(0, end - begin, scale_block))
         new_server_errors.append(a - y)
         mean[begin:end] = y

@@ -3,6 +3,11 @@
 Every operation is rounded to float32 as docs/algorithms.md says, so that real ranks must leave the same bits.
 """
 
+from collections.abc import Sequence
+from functools import reduce
+from operator import add
+from typing import Any
+
 import numpy as np
 
 from tests.oracles.simulation import chunk_bounds
@@ -39,17 +44,13 @@ def quantize(u: np.ndarray, bits: int) -> np.ndarray:
     return out
 
 
+def in_order(rows: Sequence[Any]) -> Any:
+    """Sum in the order of the rows."""
+    return reduce(add, rows)
+
+
 def sum_in_groups(rows: list[np.ndarray]) -> np.ndarray:
-    sums = []
-    for start in range(0, len(rows), 4):
-        total = rows[start].copy()
-        for row in rows[start + 1 : start + 4]:
-            total += row
-        sums.append(total)
-    total = sums[0]
-    for other in sums[1:]:
-        total = total + other
-    return total
+    return in_order([in_order(rows[start : start + 4]) for start in range(0, len(rows), 4)])
 
 
 def in_full(shapes: list[tuple[int, ...]]) -> np.ndarray:

@@ -69,16 +69,20 @@ def scale_errors(group: Any, factors: np.ndarray) -> None:
             servers[rank] = servers[rank] * factors[begin + low : begin + high]
 
 
-class LowBitOnebitAdam(OnebitAdamSimulation):
+class LowBits:
+    """The averaged gradients of a simulation travel as integers."""
+
     def __init__(self, groups: Any, world_size: int, *, bits: int, **kwargs: Any) -> None:
         super().__init__(groups, world_size, **kwargs)
         self.exchange = Exchange(world_size, bits, self.bucket_numel)
 
     def step(self, grads: Grads) -> bool:
-        if self.step_count < self.freeze_step:
+        if self.reduces_grads(self.step_count + 1):
             grads = self.exchange.average(self.groups, grads)
         return super().step(grads)
 
+
+class LowBitOnebitAdam(LowBits, OnebitAdamSimulation):
     def _freeze(self, group: SimulatedGroup) -> None:
         super()._freeze(group)
         scale_errors(group, np.full(group.numel, 1 - group.betas[0]))
@@ -93,16 +97,7 @@ class LowBitOnebitLamb(LowBitOnebitAdam, OnebitLambSimulation):
                 scale_errors(group, np.concatenate(stretch))
 
 
-class LowBitZeroOneAdam(ZeroOneAdamSimulation):
-    def __init__(self, groups: Any, world_size: int, *, bits: int, **kwargs: Any) -> None:
-        super().__init__(groups, world_size, **kwargs)
-        self.exchange = Exchange(world_size, bits, self.bucket_numel)
-
-    def step(self, grads: Grads) -> bool:
-        if self.reduces_grads(self.step_count + 1):
-            grads = self.exchange.average(self.groups, grads)
-        return super().step(grads)
-
+class LowBitZeroOneAdam(LowBits, ZeroOneAdamSimulation):
     def _one_bit_gradient_step(self, group: ZeroOneGroup, local: list[list[Any]]) -> None:
         mask = group.mask.copy()
         for at in group.slices if self.world_size > 1 else ():

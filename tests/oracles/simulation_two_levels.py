@@ -4,44 +4,13 @@ Every rank of a node stands for its whole node: its worker error is the node's, 
 optimizers need no change. Server errors are in the order of the chunks.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tests.oracles import simulation, simulation_integers, simulation_low_bits
-from tests.oracles.simulation import Array, Compressed, blocks_of, chunk_bounds, distance_to_zero, quantize
-
-
-def simulate_two_levels(
-    xs: Sequence[Array],
-    worker_errors: Sequence[Array],
-    server_errors: Sequence[Array],
-    scale_block: int,
-    *,
-    node_size: int,
-) -> Compressed:
-    world_size, numel = len(xs), xs[0].size
-    nodes = range(0, world_size, node_size)  # their first ranks
-    chunks = chunk_bounds(numel, world_size)
-    blocks = [block for begin, end in chunks for block in blocks_of(begin, end, scale_block)]
-    total, mean, distance = np.zeros(numel), np.zeros(numel), np.inf
-    workers: list[Array] = []
-    servers: list[Array] = []
-    for first in nodes:
-        u = np.mean(xs[first : first + node_size], axis=0) + worker_errors[first]
-        q = quantize(u, blocks)
-        workers += [u - q] * node_size
-        total += q
-        distance = min(distance, distance_to_zero(u))
-    for (begin, end), error in zip(chunks, server_errors, strict=True):
-        a = total[begin:end] / len(nodes) + error
-        y = quantize(a, blocks_of(0, end - begin, scale_block))
-        servers.append(a - y)
-        mean[begin:end] = y
-        distance = min(distance, distance_to_zero(a))
-    return Compressed(mean, workers, servers, distance)
+from tests.oracles.simulation import Array, chunk_bounds
 
 
 class IntegersInTwoLevels(simulation_integers.Simulation):
@@ -52,18 +21,15 @@ class IntegersInTwoLevels(simulation_integers.Simulation):
         self.node_size = node_size
 
     def senders(self, grads: np.ndarray) -> list[tuple[slice, np.ndarray]]:
-        found = []
-        for first in range(0, self.world_size, self.node_size):
-            total = grads[first].copy()
-            for row in grads[first + 1 : first + self.node_size]:
-                total += row
-            found.append((slice(first, first + self.node_size), total * np.float32(1.0 / self.node_size)))
-        return found
+        nodes = [slice(first, first + self.node_size) for first in range(0, self.world_size, self.node_size)]
+        return [
+            (ranks, simulation_integers.in_order(grads[ranks]) * np.float32(1.0 / self.node_size)) for ranks in nodes
+        ]
 
 
 def exchange_in_two_levels(monkeypatch: Any, node_size: int) -> None:
     """Have all simulations exchange in two levels."""
-    two_levels = partial(simulate_two_levels, node_size=node_size)
+    two_levels = partial(simulation.simulate_compressed_all_reduce, node_size=node_size)
     monkeypatch.setattr(simulation, "simulate_compressed_all_reduce", two_levels)
     monkeypatch.setattr(simulation_low_bits, "Simulation", partial(IntegersInTwoLevels, node_size=node_size))
 

@@ -5,27 +5,18 @@ AdamW is torch's, on whole masters.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tests.oracles.simulation_integers import quantize
+from tests.oracles.simulation_integers import in_order, quantize
 
 ALIGN, SHORTEST = 64, 1 << 16
 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def in_order(rows: Sequence[Any]) -> Any:
-    """Sum in the order of the rows."""
-    total = rows[0]
-    for row in rows[1:]:
-        total = total + row
-    return total
 
 
 class ZeroSimulation:

@@ -57,44 +57,6 @@ def different(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -
     return [key for key in before if not torch.equal(before[key], after[key])]
 
 
-def problems_of_a_skip(
-    problem: Problem,
-    rank: int,
-    bad_step: int,
-    bad: float,
-    max_norm: float | None = None,
-) -> list[str]:
-    """Skip one step because of a bad gradient; list what differs from a run that never saw that gradient.
-
-    The bad gradient is on all ranks where gradients are averaged, else on the last rank alone.
-    """
-
-    def clip(optimizer: Any) -> None:
-        if max_norm is not None:
-            optimizer.clip_grad_norm_(max_norm)
-
-    (disturbed, params), (undisturbed, others) = make_optimizer(problem), make_optimizer(problem)
-    problems = []
-    for t in range(1, problem.case.steps + 1):
-        if t == bad_step:
-            set_gradients(problem, disturbed, params, rank, t)
-            if disturbed.plan.reduce_grads or rank == problem.world_size - 1:
-                params[0][1].grad[0, 0] = bad  # type: ignore[index]
-            before = everything(disturbed, params)
-            clip(disturbed)
-            disturbed.step()
-            problems += [] if disturbed.step_was_skipped is True else [f"step {t} was not skipped"]
-            problems += [f"step {t} changed {key}" for key in different(before, everything(disturbed, params))]
-            problems += [] if disturbed.metrics()["skipped_steps"] == 1 else ["skipped_steps is not 1"]
-        for optimizer, tensors in ((disturbed, params), (undisturbed, others)):
-            set_gradients(problem, optimizer, tensors, rank, t)
-            clip(optimizer)
-            optimizer.step()
-        problems += [f"step {t} was skipped"] if disturbed.step_was_skipped is not False else []
-    problems += [f"{key} differs" for key in different(everything(disturbed, params), everything(undisturbed, others))]
-    return [f"{bad} in step {bad_step}: {text}" for text in problems]
-
-
 def check_low_precision(problem: Problem, rank: int, dtype: torch.dtype) -> None:
     """Check that parameters are rounded once a step: moments stay float32, and a float32 run stays near.
 

@@ -11,7 +11,7 @@ from tests.support.launching import REPO_ROOT, run
 
 SCRIPT = str(REPO_ROOT / "scripts" / "benchmark_host.py")
 KINDS = ["OnebitAdam", "ZeroOneAdam", "OnebitLamb", "int4 gradients", "DDP", "DDP, int4 gradients", "ZeRO-2"]
-#: 0/1 Adam reads this rank's norm to clip a local step, and the message of a sync, which this step is.
+#: One of 0/1 Adam's reads the moving average of the noise, which lies in host memory: no device is awaited.
 WAITS = {"OnebitAdam": 1, "ZeroOneAdam": 2, "OnebitLamb": 1, "int4 gradients": 1, "DDP, int4 gradients": 1, "ZeRO-2": 1}
 
 

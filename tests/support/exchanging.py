@@ -1,6 +1,10 @@
-"""One bucket through the compressed all-reduce, in place, as an optimizer's step takes it."""
+"""One bucket through the compressed all-reduce, as an optimizer's step takes it, and the errors that all ranks hold."""
 
+from typing import Any
+
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
@@ -30,3 +34,24 @@ def average_(
 
     run_tasks([task()])
     return x
+
+
+def errors_everywhere(state: Any, ranks: Communicator) -> tuple[np.ndarray, np.ndarray]:
+    """The worker errors that there are, [ranks, numel] with NaN where a rank has none, and all server errors, [numel].
+
+    state: a GradientCompression, or the state of an optimizer's param group.
+    """
+    found, errors = [], state.errors
+    for values, range_of in (
+        (errors.worker_values(), errors.sent_range),
+        (errors.server_values(), errors.own_range),
+    ):
+        own, at = torch.full((state.layout.numel,), torch.nan), 0
+        for bucket in state.layout.buckets if values.numel() else ():
+            start, stop = range_of(bucket)
+            own[start:stop] = values[at : at + stop - start]
+            at += stop - start
+        rows = [torch.empty_like(own) for _ in range(ranks.world_size)]
+        dist.all_gather(rows, own)
+        found.append(torch.stack(rows))
+    return found[0].numpy(), found[1].nanmean(dim=0).numpy()

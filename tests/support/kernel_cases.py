@@ -38,9 +38,8 @@ from hf_compressopt.kernels import (
     values_of_errors,
 )
 from hf_compressopt.kernels.adam import AdamStep, AdamTable, AdamTensors, reference_
-from hf_compressopt.kernels.errors import keep_errors_
+from hf_compressopt.kernels.compact import ZERO_CODE, keep_errors_
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, native_sketch_, reference_sketch_
-from hf_compressopt.kernels.variance import ZERO_CODE
 
 _GUARD = 64  # bytes on either side of every buffer
 _PATTERN = 0xA5
@@ -127,10 +126,10 @@ class Pair:
         return *sides, list(cuts)
 
     def sides(self, *pairs: tuple[Any, Any]) -> Iterator[tuple[Any, ...]]:
-        """The reference and its operands, then the native kernels and theirs."""
-        yield from (
-            (module, *operands) for module, operands in zip((reference, native), zip(*pairs, strict=True), strict=True)
-        )
+        """The reference and its operands, then the native kernels and theirs; then all pairs must be the same."""
+        for module, operands in zip((reference, native), zip(*pairs, strict=True), strict=True):
+            yield module, *operands
+        self.check()
 
     def check(self) -> None:
         self.arena.check()
@@ -363,14 +362,12 @@ def check_combine(device: torch.device, numel: int, segments: int, **options: An
     case = Pair(Arena(device), numel + segments)
     for k, z, out in case.sides(combination(case, numel, segments, **options), case.normal(numel, shift=3)):
         k.combine_(z, out)
-    case.check()
 
 
 def check_decompress(device: torch.device, form: Form, numel: int, chunks: int, shift: int = 0) -> None:
     case = Pair(Arena(device), numel)
     for k, y, out in case.sides(average(case, form, numel, chunks), case.normal(numel, shift=shift)):
         k.decompress_(y, out)
-    case.check()
 
 
 def check_any_nan(device: torch.device, form: IntegerFormat, numel: int, chunks: int) -> None:
@@ -398,7 +395,6 @@ def check_mean(
     outs = torch.empty(numel), case.arena.put(torch.zeros(numel), shift)
     for k, messages, out in case.sides(case.put(messages_of(case, form, numel, ranks, values)), outs):
         k.mean_(form, messages, out, ranks, 3.0 / ranks)
-    case.check()
     assert_same_bits_but_nan(outs[1], outs[0])
 
 
@@ -409,7 +405,6 @@ def check_add(
     averages = average(case, form, numel, chunks)
     for k, y, outputs in case.sides(averages, case.segments(numel, segments, missing=True)[:2]):
         k.add_(y, outputs, decay, scale)
-    case.check()
 
 
 # -- what the optimizers do with the average --------------------------------------------------------------------------
@@ -450,7 +445,6 @@ def check_apply_adam(
         corrections = case.put(values)
     for k, y, m, v, params, given in case.sides(average_, momentum, square, tensors, corrections):
         k.apply_adam_(AdamUpdate(y, m, v, params, descent, beta, given))
-    case.check()
 
 
 def check_scales_that_are_not_ordinary(device: torch.device, numel: int, scale_block: int) -> None:
@@ -487,7 +481,6 @@ def check_local_step(
     gradients = case.segments(numel, segments, missing=True, cuts=cuts)[:2]
     for k, m, v, u, params, grads in case.sides(*operands, tuple(tensors), gradients):
         k.local_step_(LocalUpdate(m, v, u, grads if with_grads else None, params, 0.9, descent))
-    case.check()
 
 
 def check_sync_parameters(
@@ -500,7 +493,6 @@ def check_sync_parameters(
     for k, y, m, anchor, v, u, params in case.sides(*operands, *more, tensors):
         y = y if chunks else Average.of(u)  # as in a run of one rank
         k.sync_parameters_(ParameterSync(y, m, anchor, v, u, params, 0.03, descent))
-    case.check()
 
 
 def check_bound(device: torch.device) -> None:
@@ -537,11 +529,9 @@ def check_lamb(
         *operands, square, (nonempty, own_params), more[0], sums
     ):
         k.lamb_moments_(LambMoments(y, m, fresh, v, tensors, factors, found, options))
-    case.check()
     torch.testing.assert_close(sums[1].cpu(), sums[0], rtol=1e-12, atol=0)
     for k, m, v, tensors, rates in case.sides(operands[1], square, (params, own_params), more[1]):
         k.lamb_apply_(m, v, tensors, rates, options)
-    case.check()
 
 
 # -- FusedAdam, norms and sketches -------------------------------------------------------------------------------------

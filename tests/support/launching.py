@@ -56,17 +56,19 @@ def own_network() -> list[str]:
     return []
 
 
-def run(command: list[str], timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], timeout: float = 240, cwd: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run to the end; an AssertionError shows the output of what failed."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**env))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment(**env))
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
     return done
 
 
 def run_python(
-    words: list[str], ranks: int = 0, timeout: float = 240, cwd: Path | None = None, **env: str
+    words: list[str], ranks: int = 0, timeout: float = 240, code: int | None = 0, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Do what ``python words...`` does, in a fork that has imported torch; whatever the exit code, return it.
+    """Do what ``python words...`` does, in a fork that has imported torch, to an end with this exit code, or any.
 
     words: a script, "-m" and a module, or "-c" and code; then the arguments. With ranks >= 1, do it in so many forks,
     as torchrun would: their output comes rank after rank, and the exit code is the largest. The package is imported
@@ -82,8 +84,7 @@ def run_python(
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
             outputs.append((Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")))
             paths = [str(path) for path in outputs[-1]]
-            here = str(cwd or Path.cwd())
-            processes.append(forked(_be_python, words, {**variables, **own}, here, *paths, daemon=False))
+            processes.append(forked(_be_python, words, {**variables, **own}, os.getcwd(), *paths, daemon=False))
         deadline = time.monotonic() + timeout
         try:
             for process in processes:
@@ -95,7 +96,9 @@ def run_python(
                 process.join()
         out, err = ("".join(path.read_text() for path in kind) for kind in zip(*outputs, strict=True))
     assert not late, f"{' '.join(words)}: ranks {late} did not end within {timeout:g} s\n{out[-4000:]}\n{err[-6000:]}"
-    return subprocess.CompletedProcess(words, max(abs(process.exitcode or 0) for process in processes), out, err)
+    found = max(abs(process.exitcode or 0) for process in processes)
+    assert code in (None, found), f"{' '.join(words)} ended with {found}\n{out[-4000:]}\n{err[-6000:]}"
+    return subprocess.CompletedProcess(words, found, out, err)
 
 
 def _be_python(words: list[str], variables: dict[str, str], cwd: str, out: str, err: str) -> None:

@@ -16,19 +16,23 @@ CAP = bucket_cap(WIDTH * WIDTH)
 
 
 class Recording(TorchCommunicator):
-    """The real thing, which also writes down its phases."""
+    """The real thing, which also writes down its phases, and of each, by its number, that it has been awaited."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(device=torch.device("cpu"))
         self.events = events
 
     def all_to_all(self, output: Tensor, inputs: Tensor, **splits: Sequence[int]) -> Handle:
-        self.events.append("message")
-        return super().all_to_all(output, inputs, **splits)
+        return self._watched("message", super().all_to_all(output, inputs, **splits))
 
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:
-        self.events.append("answer")
-        return super().all_gather(output, part)
+        return self._watched("answer", super().all_gather(output, part))
+
+    def _watched(self, event: str, handle: Handle) -> Handle:
+        number, wait = self.events.count(event), handle._wait
+        self.events.append(event)
+        handle._wait = lambda: (wait(), self.events.append(f"{event} {number} awaited"))
+        return handle
 
 
 def events_of_backward(

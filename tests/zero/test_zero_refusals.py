@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_compressopt import CompressOptPlugin, FusedAdam, OnebitAdam, ZeroOptimizer, guard_torch_clipping
-from hf_compressopt.collectives import torch_clipping
+from hf_compressopt.collectives import backward
 from tests.support.harness import on_ranks
 from tests.support.logs import log_lines
 from tests.support.zero_runs import INT4, bits, different
@@ -80,6 +80,8 @@ class Clipping(torch.optim.SGD):
                 ({"offload_optimizer": True}, "no accelerator"),
                 ({"communicator": "nccl2"}, "communicator must be one of"),
                 ({"nonsense": 1}, "nonsense"),
+                ({"topology": "ring"}, "topology must be one of"),
+                ({"topology": "flat", "node_size": 3}, "belongs to the hierarchical topology"),
                 ({"grad_compression": "int2"}, r"grad_compression must be one of .*'none'\], got 'int2'"),
                 ({"param_compression": None}, "param_compression must be one of"),
                 ({**INT4, "communication_data_type": "bf16"}, "communication_data_type=bf16 has no effect with grad"),
@@ -180,9 +182,9 @@ def test_nothing_is_patched_by_an_optimizer_which_says_what_it_lacks(
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         for name, value in [*vars(module).items()]:
             if callable(value) and name.startswith(("clip_", "_clip_")):
-                monkeypatch.setattr(module, name, getattr(value, torch_clipping._GUARDED, value))
+                monkeypatch.setattr(module, name, getattr(value, backward._GUARDED, value))
     before = dict(vars(torch.nn.utils.clip_grad))
-    monkeypatch.setattr(torch_clipping, "_said", False)
+    monkeypatch.setattr(backward, "_said", False)
     for clip, count in ((0.5, 0), (0.0, 1), (0.0, 0)):
         model = net(3)
         with log_lines() as lines:

@@ -1,0 +1,408 @@
+"""Averages of gradients: in the rounds of a backward pass, in plain loops, and inside a step.
+
+Gradients are divided into buckets, each of which travels on its own: in messages of integers with error feedback, or as
+it is. An optimizer says in which form its gradients travel, or that they stay local.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_compressopt import kernels
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.exchange import ErrorFeedback, Order, Pipeline, Task, all_reduce, in_runs
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.flat import Bucket, FlatLayout
+from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment, any_nan
+from hf_compressopt.kernels.memory import numbers_on, reads_at_once
+
+_BUCKET_BYTES = 25 * 2**20
+_Grads = Mapping[Tensor, Tensor | None]
+#: What ends the average of a bucket by whether a gradient of its owner is not finite, which the host may not know.
+_Finish = Callable[[bool | Tensor], None]
+_Done = Callable[[Collection[int]], None]
+_FORMATS = {bits: IntegerFormat(bits) for bits in INTEGER_BITS}
+
+
+# -- buckets of gradients ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class GradientBucket(ABC):
+    """Gradients that travel together; all gradients of an ``owner`` are dropped together."""
+
+    waits_in_step: ClassVar[bool] = False  # nothing is written into the gradients: the step may await the average
+    is_alone: ClassVar[bool] = False  # sent with no other bucket
+    bucket: Bucket
+    params: Sequence[Tensor]
+    communicator: Communicator
+    owner: int
+
+    def members(self) -> Iterator[Tensor]:
+        return (self.params[piece.index] for piece in self.bucket.pieces)
+
+    @abstractmethod
+    def form(self) -> str:
+        """Name the form of the messages."""
+
+    @classmethod
+    @abstractmethod
+    def average(cls, run: Sequence[Any], grads: _Grads) -> Task[tuple[Tensor | None, _Finish]]:
+        """Average the gradients of a run of buckets over the ranks; ``grads`` has every parameter in them.
+
+        Returns whether an element is not finite, [] bool, alike on all ranks, and a function that ends the exchange;
+        None if the owner finds that out by itself.
+        """
+
+    def segments(self, grads: _Grads) -> list[Segment]:
+        pieces = self.bucket.pieces
+        return [Segment(grads[self.params[p.index]], p.start, p.numel, p.index) for p in pieces]
+
+    def hand_over(self, finish: Callable[[], object]) -> None:
+        """Take what the owner calls in its step to await the average, if the bucket ``waits_in_step``."""
+        raise NotImplementedError("abstract")
+
+
+@dataclass
+class IntegerBucket(GradientBucket):
+    """Gradients that travel as integers with error feedback, in the unit of a gradient without loss scale."""
+
+    feedback: ErrorFeedback
+    bits: int
+    loss_scale: float = 1.0
+    new: ErrorFeedback | None = None  # the place of new errors; None is ``feedback`` itself
+    in_full: Sequence[bool] = ()  # the parameters whose gradients travel in another bucket
+
+    def form(self) -> str:
+        return f"int{self.bits}"
+
+    def segments(self, grads: _Grads) -> list[Segment]:
+        found = super().segments(grads)
+        return [replace(s, tensor=None) if self.in_full[s.index] else s for s in found] if self.in_full else found
+
+    @classmethod
+    def average(cls, run: Sequence[IntegerBucket], grads: _Grads) -> Task[tuple[Tensor, _Finish]]:
+        form, ranks, scale = _FORMATS[run[0].bits], run[0].communicator, run[0].loss_scale
+        old, new = [b.feedback for b in run], [b.new or b.feedback.like() for b in run]
+        segments = [bucket.segments(grads) for bucket in run]
+        rows = zip(run, segments, strict=True)
+        zs = [Combination(b.bucket.numel, ranks.device, grads=mine, beta=1.0 / scale) for b, mine in rows]
+        averages = yield from all_reduce(zs, old, form, ranks, new)
+        use = kernels.on(averages[0].messages)
+        for average, mine in zip(averages, segments, strict=True):
+            use.add_(average, mine, 0.0, scale)
+
+        def finish(dropped: bool | Tensor) -> None:
+            for bucket, errors in zip(run, new, strict=True):
+                if bucket.new is None:
+                    bucket.feedback.copy_(errors, unless=dropped)
+
+        return any_nan(*averages), finish
+
+
+@dataclass
+class PlainBucket(GradientBucket):
+    """Gradients that travel by an all-reduce in ``dtype``, without error feedback."""
+
+    is_alone: ClassVar[bool] = True  # the bits of a sum depend on the place in the message
+    dtype: torch.dtype
+
+    def form(self) -> str:
+        return str(self.dtype)
+
+    @classmethod
+    def average(cls, run: Sequence[PlainBucket], grads: _Grads) -> Task[tuple[Tensor, _Finish]]:
+        (bucket,) = run
+        ranks, segments = bucket.communicator, bucket.segments(grads)
+        values = torch.empty(bucket.bucket.numel, dtype=torch.float32, device=ranks.device)
+        # times 1/W first, as DDP does
+        z = Combination(values.numel(), values.device, grads=segments, beta=1.0 / ranks.world_size)
+        kernels.on(values).combine_(z, values)
+        values = values.to(bucket.dtype)
+        handle = ranks.all_reduce(values)
+        yield None
+        handle.wait()
+        parts = torch.split(values, [segment.numel for segment in segments])
+        for segment, part in zip(segments, parts, strict=True):
+            if segment.tensor is not None:
+                segment.part.copy_(part)
+        return ~values.isfinite().all(), lambda dropped: None
+
+
+def plain_buckets(
+    params: Sequence[Tensor],
+    communicator: Communicator,
+    owner: int,
+    *,
+    bucket_numel: int = _BUCKET_BYTES // 4,
+    dtype: torch.dtype | None = None,
+) -> list[GradientBucket]:
+    """Return buckets of gradients without error feedback; ``dtype`` None takes that of the parameters."""
+    buckets: list[GradientBucket] = []
+    for own, members in groupby(params, key=lambda param: param.dtype):
+        alike = list(members)
+        layout = FlatLayout.build([param.numel() for param in alike], bucket_numel)
+        buckets += [PlainBucket(bucket, alike, communicator, owner, dtype or own) for bucket in layout.buckets]
+    return buckets
+
+
+def _runs(buckets: Iterable[GradientBucket]) -> Iterator[list[GradientBucket]]:
+    """Divide buckets, in their order, into what is sent together; those that take an all-reduce are sent alone."""
+    for _, alike in groupby(buckets, key=lambda b: (b.form(), b.owner, id(b.communicator), id(b) * b.is_alone)):
+        together = list(alike)
+        yield from in_runs(together, lambda bucket: bucket.bucket.numel, together[0].communicator)
+
+
+class GradientRounds:
+    """The exchange of the gradients of one step, again and again, while backward makes them known."""
+
+    def __init__(self) -> None:
+        self._buckets: list[GradientBucket] = []
+        self._runs: list[list[GradientBucket]] = []  # what is sent together of them
+        self._order = Order()
+        self._grads: dict[Tensor, Tensor | None] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._pipeline = Pipeline()
+        self._averages: list[tuple[int, Tensor | None, _Finish]] = []
+        self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self._checked = ""
+
+    def begin(self, buckets: Sequence[GradientBucket], communicator: Communicator | None = None) -> None:
+        """Start a round of these buckets, in order; ranks compare other buckets than before, given a communicator."""
+        if len(buckets) != len(self._buckets) or any(a is not b for a, b in zip(buckets, self._buckets, strict=True)):
+            self._buckets = list(buckets)
+            self._runs = list(_runs(buckets))
+            self._order = Order(chain.from_iterable(bucket.members() for bucket in run) for run in self._runs)
+            rows = [(b.form(), b.owner, [(p.index, p.start, p.stop) for p in b.bucket.pieces]) for b in buckets]
+            mine = repr(rows)
+            if communicator is not None and mine != self._checked:
+                forms = sorted({bucket.form() for bucket in buckets})
+                communicator.require_equal(
+                    "warmup_bits, bucket_cap_mb, or the parameters whose gradients they average",
+                    [forms, len(buckets), zlib.crc32(mine.encode())],
+                )
+                self._checked = mine
+        else:
+            self._order.begin()
+        self._grads, self._copies, self._averages, self._pipeline = {}, [], [], Pipeline()
+
+    def add(self, param: Tensor, grad: Tensor | None) -> None:
+        """Hand over the gradient of a parameter; the round overwrites it. One that is in no bucket stays local."""
+        if param not in self._order.of:
+            return
+        if grad is not None and not grad.is_contiguous():
+            original, grad = grad, grad.contiguous()
+            self._copies.append((original, grad))
+        self._grads[param] = grad
+        self._order.arrived(param)
+        for index in self._order.due():
+            self._pipeline.add(self._exchange(self._runs[index]))
+
+    def _exchange(self, run: list[GradientBucket]) -> Task[None]:
+        not_finite, finish = yield from run[0].average(run, self._grads)
+        self._averages.append((run[0].owner, not_finite, finish))
+
+    def _send_rest(self) -> None:
+        for param in self._order.of:
+            if param not in self._grads:
+                self.add(param, None)  # type: ignore[arg-type]
+
+    def finish(self, done: _Done | None = None) -> None:
+        """End the round, and say which owners have a gradient that is not finite: only that waits for a GPU."""
+        self._send_rest()
+        self._pipeline.drain()
+        averages, self._averages = self._averages, []
+        flags: dict[int, list[Tensor]] = {}
+        for owner, flag, _ in averages:
+            if flag is not None:
+                flags.setdefault(owner, []).append(flag)
+        dropped: dict[int, Any] = {owner: torch.stack(mine).any() for owner, mine in flags.items()}
+        if dropped and (done is not None or reads_at_once(next(iter(dropped.values())).device)):
+            dropped = dict(zip(dropped, torch.stack([*dropped.values()]).tolist(), strict=True))
+        for owner, _, finish in averages:
+            finish(dropped.get(owner, False))
+        for original, copy in self._copies:
+            original.copy_(copy)
+        self._copies, self._grads = [], dict.fromkeys(self._grads)
+        if done is not None:
+            done({owner for owner, fault in dropped.items() if fault})
+
+    def _hand_over(self) -> bool:
+        """Send the rest, and let the owners end the round in their steps; False if a bucket writes into gradients."""
+        if not self._buckets or not all(bucket.waits_in_step for bucket in self._buckets):
+            return False
+        self._send_rest()
+        self._copies = []  # what is written into them is nothing
+        for bucket in self._buckets:
+            bucket.hand_over(self.finish)
+        return True
+
+    def add_ddp_bucket(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+        start: Callable[[], None],
+        done: _Done | None = None,
+    ) -> torch.futures.Future[Tensor]:
+        """Take the gradients of a bucket of DDP's; messages travel while backward computes further gradients.
+
+        The last bucket, or the step, awaits them. No callback starts a collective: all ranks start them in one order.
+        """
+        buffer = bucket.buffer()
+        future = _future_on(buffer.device)
+        if bucket.index() == 0:
+            self._futures = []
+            start()
+        elif not self._futures:
+            raise RuntimeError(
+                "a bucket came before the first one of its step: was the hook registered in a backward pass?"
+            )
+        self._futures.append((future, buffer))
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self.add(param, _in_order_of(param, grad))
+        if bucket.is_last():
+            if not self._hand_over():
+                self.finish(done)
+            futures, self._futures = self._futures, []
+            for waiting, gradients in futures:
+                waiting.set_result(gradients)
+        return future
+
+
+def as_it_is(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """Return a future whose value is there: a buffer, for DDP hooks that leave it local."""
+    future = _future_on(buffer.device)
+    future.set_result(buffer)
+    return future
+
+
+def _future_on(device: torch.device) -> torch.futures.Future[Tensor]:
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+
+
+def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient as DDP stores it, by the strides of a dense parameter: DDP's own view ignores the strides."""
+    if param.is_contiguous():
+        return grad
+    strides = torch.empty_like(param, device="meta").stride()
+    return grad.as_strided(param.shape, strides) if strides == param.stride() else grad
+
+
+# -- plain loops, and param groups with gradients of their own --------------------------------------------------------
+
+
+def average_gradients(
+    optimizer_or_params: Any, process_group: dist.ProcessGroup | None = None, *, loss_scale: float | None = None
+) -> None:
+    """Average ``p.grad`` over the ranks, in place, for a training loop without DDP. All ranks call.
+
+    Call it between ``backward()`` and ``step()``::
+
+        loss.backward()
+        average_gradients(optimizer)
+        optimizer.step()
+
+    Given a compressed optimizer, it does what the optimizer's plan says,
+    in the form that its ``warmup_bits`` say: in steps that need local gradients it does nothing. A parameter without a
+    gradient on some of the ranks counts as zero there; one without a gradient on any rank stays without.
+
+    Args:
+        optimizer_or_params: A compressed optimizer, or parameters, alike on all ranks.
+        process_group: The ranks, for parameters; None is the default group. An optimizer knows its own.
+        loss_scale: Factor that the gradients carry, such as a ``GradScaler.get_scale()``, for an optimizer. Without it
+            a hf_compressopt.GradScaler tells the optimizer after each step.
+
+    Raises:
+        TypeError: If a gradient is sparse.
+        ValueError: If a process_group is given with an optimizer, and if the ranks differ in the gradients that they
+            average, or in how.
+    """
+    rounds: GradientRounds | None = None
+    if isinstance(optimizer_or_params, Iterable):
+        params = [p for p in optimizer_or_params if p.requires_grad]
+        device = params[0].device if params else None
+        communicator: Communicator = TorchCommunicator(process_group, device=device)
+    else:
+        if process_group is not None:
+            raise ValueError("process_group belongs to parameters: an optimizer knows its own ranks")
+        if not optimizer_or_params.plan.reduce_grads:
+            return
+        own = {id(p) for p in optimizer_or_params.own_parameters()}  # step() averages these over their own ranks
+        params = [p for p in optimizer_or_params.trainable_parameters if id(p) not in own]
+        communicator, form = optimizer_or_params.communicator, optimizer_or_params.warmup_gradients
+        if communicator.world_size > 1 and form.bits < 32:
+            buckets = form.buckets(loss_scale)[::-1]
+            if buckets:
+                rounds = form.rounds
+                rounds.begin(buckets, communicator)
+    if communicator.world_size > 1 and params:
+        with torch.no_grad():
+            _average(params, communicator, rounds)
+
+
+def _average(params: Sequence[Tensor], communicator: Communicator, rounds: GradientRounds | None) -> None:
+    sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in params)
+    present = numbers_on(communicator.device, [*(float(p.grad is not None) for p in params), 2.0 * sparse])
+    communicator.all_reduce(present, op="max").wait()
+    *has_grad, any_sparse = present.tolist()
+    if any_sparse:
+        raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
+    rows = [p for p, found in zip(params, has_grad, strict=True) if found]
+    for p in rows:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    if rounds is not None:
+        for p in reversed(params):
+            rounds.add(p, p.grad)
+        rounds.finish()
+        return
+    for bucket in _buckets([p.grad for p in rows if p.grad is not None]):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])  # [numel of the bucket]
+        flat.mul_(1.0 / communicator.world_size)
+        communicator.all_reduce(flat).wait()
+        for grad, part in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(part.view(grad.shape))
+
+
+def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive gradients of one dtype and device, up to 25 MiB together."""
+    bucket: list[Tensor] = []
+    nbytes = 0
+    for grad in grads:
+        full = bucket and nbytes + grad.nbytes > _BUCKET_BYTES
+        if full or (bucket and (grad.dtype, grad.device) != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(grad)
+        nbytes += grad.nbytes
+    if bucket:
+        yield bucket
+
+
+def average_group(
+    grads: Sequence[Tensor | None], layout: FlatLayout, shapes: Sequence[torch.Size], communicator: Communicator
+) -> list[Tensor | None]:
+    """Average one param group's local gradients: new float32 tensors, or None without a gradient on any rank."""
+    device = communicator.device
+    mine = [float(grad is not None) for grad in grads]
+    present = numbers_on(device, mine)
+    flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)  # [numel]
+    for grad, start, numel in zip(grads, layout.starts, layout.numels, strict=True):
+        if grad is not None:
+            flat[start : start + numel] = grad.reshape(-1)
+    flat.mul_(1.0 / communicator.world_size)
+    handles = [communicator.all_reduce(present, op="max")]
+    handles += [communicator.all_reduce(flat[bucket.start : bucket.stop]) for bucket in layout.buckets]
+    for handle in handles:
+        handle.wait()
+    views = [flat[start : start + numel] for start, numel in zip(layout.starts, layout.numels, strict=True)]
+    rows = zip(views, shapes, mine if all(mine) else present.tolist(), strict=True)
+    return [view.view(shape) if has_grad else None for view, shape, has_grad in rows]
