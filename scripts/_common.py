@@ -10,7 +10,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,29 +48,26 @@ def check_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace, 
 def medians(
     variants: Variants,
     rounds: int,
-    before: Callable[[], object] = lambda: None,
+    before: Callable[[str], object] = lambda name: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Median seconds of each variant, in an order by chance, alike on all ranks. The first round does not count."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
-        for name in shuffled(variants, number):
-            before()
+        for name in random.Random(number).sample(list(variants), len(variants)):
+            before(name)
             start = clock()
             variants[name]()
             times[name].append(clock() - start)
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
-def shuffled(names: Collection[str], number: int) -> list[str]:
-    """The names in the order of a round: by chance, alike on all ranks."""
-    return random.Random(number).sample(list(names), len(names))
-
-
-def in_turn(names: Sequence[str], number: int) -> list[str]:
-    """The names in the order of a round: each round begins with another one."""
-    turn = number % len(names)
-    return [*names[turn:], *names[:turn]]
+def in_turn(names: Collection[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Yield the number of each round with each name; a round begins with another name than the one before."""
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in [*names][turn:] + [*names][:turn]:
+            yield number, name
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
@@ -121,9 +118,8 @@ def small_gpt2(layers: int, width: int, vocabulary: int, tokens: int) -> Any:
     torch.manual_seed(0)
     sizes = {"n_layer": layers, "n_embd": width, "n_head": max(1, width // 64), "vocab_size": vocabulary}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(
-        GPT2Config(n_positions=tokens, use_cache=False, bos_token_id=0, eos_token_id=0, **sizes, **dropout)
-    )
+    kept = {"n_positions": tokens, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, **kept))
 
 
 def shard(model: Any, replicas: int, *, reduce_dtype: Any = None, resharded: bool = True) -> Any:

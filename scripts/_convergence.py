@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from _common import REPOSITORY, shard
 from real_models import CACHE
-from rivals import RIVALS
+from rivals import RIVALS, Rival, gradients_of
 from torch import Tensor, nn
 from torch.nn import functional
 
 ROW, EXAMPLES, VALIDATION = 4000, 6000, 240  # characters of a row; examples at most
 GLOBAL_BATCH = 8  # examples per step, over all ranks
 MAX_GRAD_NORM, WEIGHT_DECAY = 1.0, 0.01
-EVALUATIONS = 10  # per run, where it has the steps for it; of a labelled text one
+EVALUATIONS = 10  # per run, where it has the steps for it; of models and texts that are large one
 #: The uncompressed optimizer that a compressed one is compared with.
 PARTNER = {"OnebitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OnebitLamb": "Lamb"}
 #: Of each text, the text itself and the text that its tokenizer was trained on.
@@ -36,12 +36,13 @@ TOKENIZED_AS = {
     "reference, after the library": ("reference", "library"),
 }
 AFTER_LIBRARY: dict[str, Any] = {"text": "reference, after the library", "pretrained": True}
-PRETRAINING_STEPS, LOW_RATE, BEST_RATE = 1000, 5e-4, 4e-3
-BEST = ", fine-tuning at the best rate"
+PRETRAINING_STEPS = 1000
+FINE_TUNING_RATES = {", fine-tuning, 300 steps": 5e-4, ", fine-tuning at the best rate, 300 steps": 4e-3}
 #: Labelled texts, with the folders of real_models.py that they need.
-CLASSIFIED = {"topics": (), "snippets": ("minilm", "snippets")}
+CLASSIFIED = {"topics": (), "snippets": ("minilm", "snippets"), "digits": ("digits",)}
+NEEDS = CLASSIFIED | {"library, SmolLM2": ("smollm2",)}
 
-Examples = dict[str, Tensor]  # input_ids, labels: [examples, tokens]
+Examples = dict[str, Tensor]  # input_ids, labels: [examples, tokens]; of images pixel_values, labels: [examples]
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 
@@ -61,9 +62,11 @@ class Model:
     batch: int = GLOBAL_BATCH
 
 
-SMALL, GPT2 = Model(False, 1024, 64), Model(True, 2048, 128)
+SMALL = Model(False, 1024, 64)
 LARGER = Model(True, 2048, 64, 1e-3, width=256, layers=4)  # 3.7M parameters
 TINY_BERT, MINILM = Model(False, 1024, 128, 1e-3, batch=32), Model(False, 30522, 64, 2e-4, batch=16)
+SMOLLM2 = Model(False, 49152, 128, 1e-4, batch=4)
+VIT = Model(False, 10, 16, 5e-4, width=64, layers=4, batch=32)  # 0.2M parameters; 16 patches of 2 x 2 pixels
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,7 @@ class Run:
 FLOAT32, COMPACT = {"state": "float32"}, {"state": "compact"}
 ADAM_FAMILY = ("AdamW", "int4", "OnebitAdam", "ZeroOneAdam")
 PRETRAINING = Run("pretraining", "AdamW", text="library")
-ADAMW, INT4 = Run("AdamW", "AdamW"), Run("AdamW, int4 gradients", "AdamW", gradients="int4")
 BOTH_INT4 = {"stage": 2, "grad_compression": "int4", "param_compression": "int4"}
-ZERO_INT4 = Run("ZeRO-2 and AdamW, int4 both ways", "AdamW", zero=BOTH_INT4)
 
 
 def named(*runs: Run) -> dict[str, Run]:
@@ -139,31 +140,24 @@ def sharded(title: str, replicas: int) -> list[Run]:
     return [*runs, both] if replicas == 1 else runs
 
 
-def rival(title: str, name: str, **options: Any) -> Run:
-    return Run(title, "AdamW", rival=name, rival_options=options)
+def rival(title: str, name: str, steps: int | None = None, **options: Any) -> Run:
+    return Run(title, "AdamW", rival=name, rival_options=options, steps=steps)
 
 
 #: By group; a run that stands in several groups is run once.
 RUNS: dict[str, dict[str, Run]] = {
     "optimizers": named(*every("")),
     "rivals": named(
-        ADAMW,
+        Run("AdamW", "AdamW"),
         rival("AdamW, bfloat16 gradients", "bfloat16"),
-        rival("AdamW, PowerSGD rank 1", "PowerSGD", rank=1),
         rival("AdamW, PowerSGD rank 4", "PowerSGD", rank=4),
         rival("AdamW, LocalSGD, 8 steps", "LocalSGD", interval=8),
-        *(
-            rival(f"DiLoCo, {steps} steps", "DiLoCo", interval=steps, outer_lr=outer)
-            for steps, outer in ((8, 0.1), (32, 0.2), (128, 0.7))  # by the group "rivals, rates"
-        ),
-        INT4,
+        rival("DiLoCo, 32 steps", "DiLoCo", interval=32, outer_lr=0.2),  # by the group "rivals, rates"
         Run("AdamW, int4 gradients, state=compact", "AdamW", COMPACT, gradients="int4"),
         Run("OnebitAdam, state=compact", "OnebitAdam", COMPACT),
-        *(Run(name, name) for name in ("ZeroOneAdam", "OnebitLamb")),
-        ZERO_INT4,
+        Run("OnebitAdam, ZeRO-1", "OnebitAdam", {"zero_stage": 1}),
+        Run("ZeRO-2 and AdamW, int4 both ways", "AdamW", zero=BOTH_INT4),
     ),
-    "zero": named(ADAMW, ZERO_INT4, Run("OnebitAdam, ZeRO-1", "OnebitAdam", {"zero_stage": 1})),
-    "GPT-2": named(*every(", GPT-2", model=GPT2)),
     "FSDP2": named(*sharded("FSDP2", 1), *sharded("HSDP", 2)),
     "Muon": named(
         Run("MuonAdamW", "MuonAdamW", model=LARGER),
@@ -172,46 +166,44 @@ RUNS: dict[str, dict[str, Run]] = {
     "fine-tuning": named(
         *(
             run
-            for steps in (100, 200, 300)
-            for run in every(f", fine-tuning, {steps} steps", ADAM_FAMILY, lr=LOW_RATE, steps=steps, **AFTER_LIBRARY)
-        ),
-        *frozen(100, ", fine-tuning, 300 steps", lr=LOW_RATE, steps=300, **AFTER_LIBRARY),
-        *(
-            run
-            for steps in (300, 1000)
-            for run in every(f"{BEST}, {steps} steps", ADAM_FAMILY, lr=BEST_RATE, steps=steps, **AFTER_LIBRARY)
-        ),
-        *frozen(100, f"{BEST}, 300 steps", lr=BEST_RATE, steps=300, **AFTER_LIBRARY),
+            for name, lr in FINE_TUNING_RATES.items()
+            for run in (
+                *every(name, ADAM_FAMILY, lr=lr, steps=300, **AFTER_LIBRARY),
+                *frozen(100, name, lr=lr, steps=300, **AFTER_LIBRARY),
+            )
+        )
     ),
     "classification": named(
         *every(", topics", ADAM_FAMILY, model=TINY_BERT, text="topics", steps=600),
         *frozen(120, ", topics", model=TINY_BERT, text="topics", steps=600),
         *every(", MiniLM", ADAM_FAMILY, model=MINILM, text="snippets", steps=150),
+        *every(", digits", ADAM_FAMILY, model=VIT, text="digits", steps=940),
+        *frozen(188, ", digits", model=VIT, text="digits", steps=940),
+    ),
+    "SmolLM2": named(*every(", SmolLM2", ADAM_FAMILY, model=SMOLLM2, text="library, SmolLM2", steps=200)),
+    "SmolLM2, rates": rates(
+        {"AdamW": (5e-5, 1e-4, 2e-4)}, "{}, SmolLM2, lr {:g}", model=SMOLLM2, text="library, SmolLM2", steps=200
     ),
     "fine-tuning rates": rates(
         {"AdamW": (2e-3, 4e-3, 8e-3)}, "{}, fine-tuning, lr {:g}, 300 steps", steps=300, **AFTER_LIBRARY
     ),
+    "digits, rates": rates(
+        {"AdamW": (1e-4, 2e-4, 5e-4, 1e-3)}, "{}, digits, lr {:g}", model=VIT, text="digits", steps=940
+    ),
     "learning rates": rates({"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Lamb": (5e-3, 1e-2, 2e-2)}),
     "rivals, rates": named(
         *(
-            Run(
-                f"DiLoCo, {interval} steps, outer lr {outer:g}, {steps} steps",
-                "AdamW",
-                rival="DiLoCo",
-                rival_options={"interval": interval, "outer_lr": outer},
-                steps=steps,
-            )
-            for interval, steps in ((8, 300), (32, 300), (128, 600))
+            rival(f"DiLoCo, 32 steps, outer lr {outer:g}, 300 steps", "DiLoCo", 300, interval=32, outer_lr=outer)
             for outer in (0.1, 0.2, 0.4, 0.7, 1.0)
         )
     ),
 }
 #: Groups by which defaults were chosen: with seeds of their own.
-TUNING = ("learning rates", "fine-tuning rates", "rivals, rates")
-ONE_SEED = TUNING
+TUNING = ("learning rates", "fine-tuning rates", "digits, rates", "SmolLM2, rates", "rivals, rates")
 #: Groups that run at some numbers of ranks only, whatever --world-sizes says.
 WORLD_SIZES = {
-    **dict.fromkeys(("learning rates", "fine-tuning rates", "classification"), (2,)),
+    **dict.fromkeys(("learning rates", "fine-tuning rates", "digits, rates", "classification"), (2,)),
+    **dict.fromkeys(("SmolLM2", "SmolLM2, rates"), (2,)),
     **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon"), (4,)),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
@@ -244,7 +236,7 @@ def recipe_of(name: str) -> ModuleType:
 
 def missing(run: Run) -> list[str]:
     """The models and data of real_models.py that a run needs, and that are not there."""
-    return [name for name in CLASSIFIED.get(run.text, ()) if not (CACHE / name).exists()]
+    return [name for name in NEEDS.get(run.text, ()) if not (CACHE / name).exists()]
 
 
 @cache
@@ -271,9 +263,11 @@ def classified(name: str) -> tuple[ModuleType, Any, Any, Any]:
 def examples_of(name: str, model: Model) -> dict[str, Examples]:
     """The text's own split in examples for a model, with the recipe's tokenizer."""
     import datasets
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     datasets.disable_progress_bars()
+    if name == "digits":
+        return _digits()
     if name in CLASSIFIED:
         _, _, words, rows = classified(name)
         kept: dict[str, Any] = {"truncation": True, "max_length": model.tokens, "padding": "max_length"}
@@ -285,12 +279,15 @@ def examples_of(name: str, model: Model) -> dict[str, Examples]:
     recipe = recipe_of("causal_lm")
     options = recipe.DataArguments(block_size=model.tokens)
     sources = {"reference": lambda: recipe.load_text(options), "library": _library}
-    text, known = (sources[word]() for word in TOKENIZED_AS[name])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=recipe.train_tokenizer(known["train"], recipe.text_column(known), model.vocabulary),
-        bos_token=recipe.END_OF_TEXT,
-        eos_token=recipe.END_OF_TEXT,
-    )
+    if model == SMOLLM2:
+        text, tokenizer = _library(), AutoTokenizer.from_pretrained(CACHE / "smollm2")
+    else:
+        text, known = (sources[word]() for word in TOKENIZED_AS[name])
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=recipe.train_tokenizer(known["train"], recipe.text_column(known), model.vocabulary),
+            bos_token=recipe.END_OF_TEXT,
+            eos_token=recipe.END_OF_TEXT,
+        )
     blocks = recipe.make_blocks(text, tokenizer, options)
     longest = {"train": EXAMPLES, "validation": VALIDATION}
     return {
@@ -311,6 +308,17 @@ def _library() -> Any:
     for part in rows.values():
         random.Random(0).shuffle(part)
     return DatasetDict({split: Dataset.from_dict({"text": part}) for split, part in rows.items()})
+
+
+def _digits() -> dict[str, Examples]:
+    """Images of [1, 8, 8] pixels from 0 to 1; the last 297 are for validation."""
+    lines = (CACHE / "digits" / "digits.csv").read_text().split()
+    rows = torch.tensor([list(map(float, line.split(","))) for line in lines])
+    pixels, labels = rows[:, :64].view(-1, 1, 8, 8) / 16, rows[:, 64].long()
+    return {
+        "train": {"pixel_values": pixels[:1500], "labels": labels[:1500]},
+        "validation": {"pixel_values": pixels[1500:], "labels": labels[1500:]},
+    }
 
 
 class Block(nn.Module):
@@ -360,10 +368,22 @@ def make_model(run: Run, seed: int, start: Path) -> nn.Module:
     """The model of a run, from scratch or from the file of a pretrained one."""
     size = run.model
     torch.manual_seed(seed)
+    if run.text == "digits":
+        from transformers import ViTConfig, ViTForImageClassification
+
+        pixels = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": size.vocabulary}
+        layers = {"num_hidden_layers": size.layers, "num_attention_heads": size.heads}
+        return ViTForImageClassification(
+            ViTConfig(hidden_size=size.width, intermediate_size=4 * size.width, **layers, **pixels)
+        )
     if run.text in CLASSIFIED:
         recipe, arguments, words, rows = classified(run.text)
         made: nn.Module = recipe.make_model(arguments, words, rows["train"].features["label"].names)
         return made.train()
+    if size == SMOLLM2:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(CACHE / "smollm2", dtype=torch.float32, use_cache=False).train()
     if size.gpt2:
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -378,11 +398,12 @@ def make_model(run: Run, seed: int, start: Path) -> nn.Module:
 
 def loss_of(model: nn.Module, batch: Examples) -> tuple[Tensor, int]:
     """Mean loss per token, or per row of a labelled text; and the number of rows whose class is found."""
-    if (mask := batch.get("attention_mask")) is None:
-        found = model(**batch)
+    if (mask := batch.get("attention_mask")) is not None:
+        longest = int(mask.sum(dim=1).max())
+        batch = {name: values[:, :longest] if values.ndim > 1 else values for name, values in batch.items()}
+    found = model(**batch)
+    if isinstance(found, Tensor) or batch["labels"].ndim > 1:
         return (found if isinstance(found, Tensor) else found.loss), 0
-    longest = int(mask.sum(dim=1).max())
-    found = model(**{name: values[:, :longest] if values.ndim > 1 else values for name, values in batch.items()})
     return found.loss, int((found.logits.argmax(-1) == batch["labels"]).sum())
 
 
@@ -422,7 +443,7 @@ def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_sch
 
 def batches(examples: Examples, steps: int, size: int, seed: int, rank: int, world_size: int) -> Iterator[Examples]:
     """This rank's part of every global batch of a size; the global batches depend on the seed alone."""
-    count, generator = len(examples["input_ids"]), torch.Generator().manual_seed(seed)
+    count, generator = len(examples["labels"]), torch.Generator().manual_seed(seed)
     passes = math.ceil(steps * size / count)
     order = torch.cat([torch.randperm(count, generator=generator) for _ in range(passes)])
     for step in range(steps):
@@ -477,19 +498,11 @@ class Training:
         elif self.rival is not None:
             self.rival.gradients()
         else:
-            self._average()
+            Rival(self.params, self.ours).average_(gradients_of(self.params))
         if self.compressed or self.run.zero:
             self.optimizer.clip_grad_norm_(MAX_GRAD_NORM)
         else:
             nn.utils.clip_grad_norm_(self.params, MAX_GRAD_NORM)
-
-    def _average(self) -> None:
-        """Average as DDP does: times 1/W, then the sum over the ranks."""
-        flat = torch.cat([p.grad.reshape(-1) for p in self.params])
-        flat.mul_(1 / self.ours.world_size)
-        self.ours.all_reduce(flat).wait()
-        for param, part in zip(self.params, flat.split([p.numel() for p in self.params]), strict=True):
-            param.grad = part.view_as(param)
 
     def saved_parameters(self) -> AbstractContextManager[None]:
         """Inside, the parameters are those that a saved model has."""
@@ -504,9 +517,9 @@ class Training:
         mine = {name: v.tensor_split(self.others.world_size)[self.others.rank] for name, v in examples.items()}
         sums = torch.zeros(3, dtype=torch.float64)  # loss, rows whose class is found, examples
         with self.saved_parameters():
-            for start in range(0, len(mine["input_ids"]), 16):  # as often on all ranks: FSDP2 gathers each time
+            for start in range(0, len(mine["labels"]), 16):  # as often on all ranks: FSDP2 gathers each time
                 batch = {name: values[start : start + 16] for name, values in mine.items()}
-                count, (loss, right) = len(batch["input_ids"]), loss_of(model, batch)
+                count, (loss, right) = len(batch["labels"]), loss_of(model, batch)
                 sums += torch.tensor([float(loss) * count, right, count], dtype=torch.float64)
         self.others.all_reduce(sums).wait()
         model.train()
@@ -525,7 +538,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     training = Training(run, steps, model)
     optimizer, ours, others = training.optimizer, training.ours, training.others
     torch.manual_seed(seed * ours.world_size + ours.rank)  # of dropout
-    evaluations = 1 if run.text in CLASSIFIED else EVALUATIONS
+    evaluations = 1 if run.text in NEEDS else EVALUATIONS
     scheduler, interval = schedule(optimizer, steps), max(5, math.ceil(steps / evaluations))
     loss_sum, loss_steps = torch.zeros(()), 0
     curve = []

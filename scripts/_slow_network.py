@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ PORT = 29577  # in namespaces, where nobody else is
 RESULT = "RESULT "
 
 
-# ------------------------------------------------------------------------------------------------- the network
+# -- the network ------------------------------------------------------------------------------------------------------
 
 
 def run(*words: object) -> None:
@@ -96,7 +96,7 @@ def check_rights() -> None:
         subprocess.run(("ip", "netns", "del", probe), capture_output=True)
 
 
-# --------------------------------------------------------------------------------------------------- the ranks
+# -- the ranks --------------------------------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -145,14 +145,12 @@ class Ranks:
         raise RuntimeError(f"a rank died in {what}; see its error above")
 
     def close(self) -> None:
+        """Let the ranks end by themselves; :meth:`kill` follows."""
         for process in self.processes:
             process.stdin.close()
         for process in self.processes:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
     def kill(self) -> None:
         for process in self.processes:
@@ -172,30 +170,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def nothing_hook(_, bucket):  # DDP compares annotations with its own types
-    """Exchange nothing: each rank trains by itself."""
-    import torch
-
-    future: Any = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 def trainer_of(
     model: Any, examples: Any, folder: str, watch: Any, *, hook: str, data: Any = None, **options: Any
 ) -> Any:
     """A Trainer on CPUs that logs and saves nothing; hook "none" exchanges nothing, "fp16" half, "" is DDP's own."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
     from torch.nn.parallel import DistributedDataParallel
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     import hf_compressopt.auto  # noqa: F401
+    from hf_compressopt.collectives.gradients import as_it_is
 
     class Hook(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             if hook and isinstance(trainer.model_wrapped, DistributedDataParallel):
-                chosen = nothing_hook if hook == "none" else default_hooks.fp16_compress_hook
-                trainer.model_wrapped.register_comm_hook(None, chosen)
+                nothing: Any = lambda _, bucket: as_it_is(bucket.buffer())  # noqa: E731
+                trainer.model_wrapped.register_comm_hook(None, nothing if hook == "none" else fp16_compress_hook)
 
     arguments = TrainingArguments(
         output_dir=folder,

@@ -16,9 +16,9 @@ The disk's seconds over a variant's are its share of the disk's speed: 1 is as f
 
 import gc
 import os
+import re
 import statistics
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,16 +40,11 @@ from hf_compressopt.zero.memory import release_memory, resident_bytes
 BLOCK = 4 * MIB
 
 
-def parameters(options: dict[str, Any]) -> list[nn.Parameter]:
-    """Square matrices of about as many elements as asked for, alike on all ranks."""
+def make(options: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer with state, of square matrices of about as many elements as asked for, alike on all ranks."""
     torch.manual_seed(0)
     width = options["width"]
-    return [nn.Parameter(torch.randn(width, width)) for _ in range(max(options["parameters"] // width**2, 1))]
-
-
-def make(options: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer with state."""
-    params = parameters(options)
+    params = [nn.Parameter(torch.randn(width, width)) for _ in range(max(options["parameters"] // width**2, 1))]
     if options["optimizer"] == "onebit":
         return OnebitAdam(params, lr=1e-3, freeze_step=1, state="float32")
     optimizer = ZeroOptimizer(params, torch.optim.AdamW, stage=1, lr=1e-3)
@@ -72,12 +67,11 @@ Save, Load = Callable[[], Callable[[], Any] | None], Callable[[], None]  # a sav
 
 def variants_of(optimizer: Any, tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, tuple[Save, Load]]:
     """The ways to write a state and to read it back, each in a folder of its own."""
-    block, nbytes = memoryview(os.urandom(BLOCK)), sum(t.numel() * t.element_size() for t in tensors.values())
+    block, nbytes = memoryview(os.urandom(BLOCK)), sum(t.nbytes for t in tensors.values())
 
-    def place(number: int) -> tuple[Path, Path]:
-        """A folder, and this rank's file in it."""
-        (folder / f"{number}").mkdir(exist_ok=True)
-        return folder / f"{number}", folder / f"{number}" / f"{dist.get_rank()}.pt"
+    def place(name: str) -> Path:
+        (folder / name).mkdir(exist_ok=True)
+        return folder / name
 
     def write_disk() -> None:
         with open(disk_file, "wb", buffering=0) as file:
@@ -102,39 +96,27 @@ def variants_of(optimizer: Any, tensors: dict[str, torch.Tensor], folder: Path) 
 
         return save, lambda: dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
 
-    (_, disk_file), (ours, _), (behind, _), (_, torch_file), (first, _), (second, _) = map(place, range(6))
+    ours, behind = place("save_state"), place("async_save_state")
+    disk_file, torch_file = (place(name) / f"{dist.get_rank()}.pt" for name in ("disk", "torch"))
     return {
         "disk": (write_disk, read_disk),
         "save_state": (lambda: save_state(optimizer, ours), lambda: load_state(optimizer, ours)),
         "async_save_state": (lambda: async_save_state(optimizer, behind).result, lambda: load_state(optimizer, behind)),
         "torch.save (no fsync)": (lambda: torch.save(tensors, torch_file), read_torch),
-        "DCP save": by_dcp(dcp.save, first),
-        "DCP async_save": by_dcp(dcp.async_save, second),
+        "DCP save": by_dcp(dcp.save, place("DCP")),
+        "DCP async_save": by_dcp(dcp.async_save, place("DCP async")),
     }
 
 
 @contextmanager
-def growth(measured: bool) -> Iterator[list[int]]:
-    """Measure the peak growth of the resident set inside; read every 2 ms, which takes time."""
-    grown, over = [0], threading.Event()
+def growth() -> Iterator[list[int]]:
+    """Measure the peak growth of the resident set inside, as the kernel has it."""
     release_memory()
-    if not measured:
-        yield grown
-        return
-    before = resident_bytes()
-
-    def watch() -> None:
-        while not over.wait(0.002):
-            grown[0] = max(grown[0], resident_bytes() - before)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield grown
-    finally:
-        grown[0] = max(grown[0], resident_bytes() - before)
-        over.set()
-        thread.join()
+    before, grown = resident_bytes(), [0]
+    Path("/proc/self/clear_refs").write_text("5")  # it forgets the peak so far
+    yield grown
+    peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    grown[0] = 1024 * int(peak[1]) - before if peak else 0
 
 
 def drop_cache(keep: bool) -> bool:
@@ -151,9 +133,9 @@ def drop_cache(keep: bool) -> bool:
     return True
 
 
-def measure(save: Save, load: Load, keep_cache: bool, memory: bool) -> dict[str, float]:
+def measure(save: Save, load: Load, keep_cache: bool) -> dict[str, float]:
     dist.barrier()
-    with growth(memory) as save_growth:
+    with growth() as save_growth:
         dist.barrier()
         start = time.perf_counter()
         finish = save()
@@ -162,19 +144,13 @@ def measure(save: Save, load: Load, keep_cache: bool, memory: bool) -> dict[str,
             finish()
         saved = time.perf_counter() - start
     dropped = drop_cache(keep_cache)
-    with growth(memory) as load_growth:
+    with growth() as load_growth:
         dist.barrier()
         start = time.perf_counter()
         load()
         loaded = time.perf_counter() - start
-    return {
-        "save": saved,
-        "blocked": blocked,
-        "load": loaded,
-        "rss_save": save_growth[0],
-        "rss_load": load_growth[0],
-        "from_disk": dropped,
-    }
+    seconds = {"save": saved, "blocked": blocked, "load": loaded}
+    return {**seconds, "rss_save": save_growth[0], "rss_load": load_growth[0], "from_disk": dropped}
 
 
 def measure_variants(rank: int, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -184,15 +160,13 @@ def measure_variants(rank: int, folder: Path, options: dict[str, Any]) -> dict[s
     tensors = tensors_of(optimizer, folder)
     variants = variants_of(optimizer, tensors, folder)
     result: dict[str, Any] = {name: [] for name in variants}
-    names = list(variants)
-    for number in range(options["rounds"]):
-        for name in in_turn(names, number):
-            found = measure(*variants[name], options["keep_cache"], memory=number == 0)
-            result[name].append(found)
-            gc.collect()
-            if rank == 0:
-                print(f"round {number + 1}: {name}: {found['save']:.2f} s, {found['load']:.2f} s", flush=True)
-    result["bytes"] = sum(t.numel() * t.element_size() for t in tensors.values())
+    for number, name in in_turn(variants, options["rounds"]):
+        found = measure(*variants[name], options["keep_cache"])
+        result[name].append(found)
+        gc.collect()
+        if rank == 0:
+            print(f"round {number + 1}: {name}: {found['save']:.2f} s, {found['load']:.2f} s", flush=True)
+    result["bytes"] = sum(t.nbytes for t in tensors.values())
     return result
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import statistics
 import sys
 import time
 from collections import Counter
@@ -31,7 +30,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _common import check_least, on_ranks, parser_of, print_table, shuffled, write_measurements
+from _common import check_least, medians, on_ranks, parser_of, print_table, write_measurements
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,9 +63,7 @@ class Vectors(nn.Module):
 
     def forward(self) -> Tensor:
         """Sum of the products."""
-        return torch.stack(
-            [value @ gradient for value, gradient in zip(self.values, self.gradients, strict=True)]
-        ).sum()
+        return torch.stack([a @ b for a, b in zip(self.values, self.gradients, strict=True)]).sum()
 
 
 class Training:
@@ -119,9 +116,14 @@ def all_reduced(training: Training) -> Step:
 def compressed(name: str, training: Training, **options: Any) -> Step:
     """A compressed optimizer, soon in its compressed stage, which sends in every step."""
     optimizer = getattr(hf_compressopt, name)(training.params, lr=1e-4, bucket_cap_mb=training.bucket_mb, **options)
+    return clipped(optimizer, partial(average_gradients, optimizer))
+
+
+def clipped(optimizer: Any, average: Step = lambda: None) -> Step:
+    """Average, clip and update by an optimizer of this package."""
 
     def step() -> None:
-        average_gradients(optimizer)
+        average()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
 
@@ -152,15 +154,8 @@ def ddp(training: Training, compression: str | None) -> Step:
 
 def zero(training: Training) -> Step:
     """Partition gradients and state among the ranks."""
-    optimizer = ZeroOptimizer(
-        training.params, torch.optim.AdamW, stage=2, bucket_cap_mb=training.bucket_mb, lr=1e-3, fused=True
-    )
-
-    def step() -> None:
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-
-    return step
+    options: dict[str, Any] = {"stage": 2, "bucket_cap_mb": training.bucket_mb, "lr": 1e-3, "fused": True}
+    return clipped(ZeroOptimizer(training.params, torch.optim.AdamW, **options))
 
 
 METHODS: dict[str, Callable[[Training], Step]] = {
@@ -178,15 +173,13 @@ METHODS: dict[str, Callable[[Training], Step]] = {
 
 def measured_seconds(trainings: dict[str, Training], rounds: int) -> dict[str, float]:
     """Median seconds of this thread in a step of each variant."""
-    times: dict[str, list[float]] = {name: [] for name in trainings}
-    for number in range(rounds):
-        for name in shuffled(trainings, number):
-            trainings[name].prepare()
-            dist.barrier()
-            start = time.thread_time()
-            trainings[name].step()
-            times[name].append(time.thread_time() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+
+    def before(name: str) -> None:
+        trainings[name].prepare()
+        dist.barrier()
+
+    steps = {name: training.step for name, training in trainings.items()}
+    return medians(steps, rounds, before, time.thread_time)
 
 
 def called_modules(step: Step) -> list[str]:

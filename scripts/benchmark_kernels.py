@@ -29,8 +29,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -58,9 +58,8 @@ from hf_compressopt.kernels import (
     library,
     message_nbytes,
 )
-from hf_compressopt.kernels.errors import CompactErrors, Errors
+from hf_compressopt.kernels.compact import CompactErrors, Errors, LogVariance, encode_variance_
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
-from hf_compressopt.kernels.variance import LogVariance, encode_variance_
 
 CPU = torch.device("cpu")
 AVERAGED = (2, 4, 8)  # messages
@@ -83,24 +82,31 @@ class Case:
     like: str = "a += b"
 
 
-def sign_cases(numel: int, device: torch.device, dtype: torch.dtype, averaged: tuple[int, ...]) -> list[Case]:
+def sign_cases(numel: int, device: torch.device, dtype: torch.dtype) -> list[Case]:
     """The kernels of signs and of optimizers; parameters and gradients have this dtype, all else is float32."""
     x, error, out, v, u, anchor = (torch.rand(numel, device=device) + 0.1 for _ in range(6))
     param, grad = (torch.randn(numel, device=device).to(dtype) for _ in range(2))
     params, grads, size = [Segment(param, 0, numel, 0)], [Segment(grad, 0, numel, 0)], param.element_size()
-    message, whole = (
-        torch.zeros(message_nbytes(numel, block), dtype=torch.uint8, device=device) for block in (BLOCK, None)
+    message, whole, served = (
+        torch.zeros(message_nbytes(numel, block), dtype=torch.uint8, device=device) for block in (BLOCK, None, BLOCK)
     )
     kernels.SignFormat(BLOCK).compress_(Combination.of(x), error, message, 1, error)
-    y, received = Average(numel, None, message, 1, BLOCK, message.numel()), message.repeat(max(averaged))
-    served, native = torch.zeros_like(message), kernels.on(device)
+    y, received = Average(numel, None, message, 1, BLOCK, message.numel()), message.repeat(max(AVERAGED))
     momentum = Combination(numel, device, x, 0.9, grads, 0.1)
     last = Combination(numel, device, None, 0.9, grads, 0.1, last=y)
     compact, codes = CompactErrors.zeros(numel, 1, device), torch.zeros(numel, dtype=torch.uint8, device=device)
     exponent = torch.tensor([encode_variance_(v, codes)], dtype=torch.int32, device=device)
-    variance, descent = LogVariance(codes, exponent), Descent(1e-6, 1 - 1e-5, 1e-8, False)
-    lamb, factors = LambOptions(0.9, 0.999, 1e-8, 0.01, False), torch.ones(1, device=device)
-    rates, sums = torch.full((1,), 1e-6, device=device), torch.zeros(1, 3, dtype=torch.float64, device=device)
+    descent, lamb = Descent(1e-6, 1 - 1e-5, 1e-8, False), LambOptions(0.9, 0.999, 1e-8, 0.01, False)
+    factors, rates = torch.ones(1, device=device), torch.full((1,), 1e-6, device=device)
+    sums = torch.zeros(1, 3, dtype=torch.float64, device=device)
+    adam = AdamUpdate(y, out, v, params, descent)
+    small_adam = AdamUpdate(y, None, LogVariance(codes, exponent), params, descent)
+    local_step = LocalUpdate(out, v, u, grads, params, 0.9, descent)
+    sync = ParameterSync(y, out, anchor, v, u, params, 1.0, descent)
+    moments = LambMoments(y, out, x, v, params, factors, sums, lamb)
+
+    def kernel(name: str, *operands: object) -> Callable[[], object]:
+        return lambda: getattr(kernels.on(device), name)(*operands)  # native or the reference, as is chosen then
 
     def compress(z: Combination, out: Tensor, block: int | None, error: Errors = error) -> Callable[[], object]:
         return lambda: kernels.SignFormat(block).compress_(z, error, out, 1, error)
@@ -110,59 +116,34 @@ def sign_cases(numel: int, device: torch.device, dtype: torch.dtype, averaged: t
         part = received[: count * message.numel()]
         return Case(name, lambda: form.average_compress_(part, error, error, served, count), nbytes, "a *= c")
 
+    small = 2 * IN_8_BITS + size + 2 * SIGN
     return [
         Case("compress", compress(Combination.of(x), message, BLOCK), 12 + SIGN),
         Case("compress, one scale", compress(Combination.of(x), whole, None), 20 + SIGN),
         Case("momentum + compress", compress(momentum, message, BLOCK), 12 + size + SIGN),
-        Case(
-            "8 bits: momentum + compress",
-            compress(last, served, BLOCK, compact),
-            2 * IN_8_BITS + size + 2 * SIGN,
-            "dot(a, b)",
-        ),
-        *(average(f"average of {count}, compress", count, error, 4) for count in averaged),
-        *(average(f"8 bits: average of {count}, compress", count, compact, IN_8_BITS) for count in averaged),
-        Case("decompress", lambda: native.decompress_(y, out), 4 + SIGN, "a = c"),
-        Case("combine", lambda: native.combine_(momentum, out), 8 + size),
-        Case(
-            "decompress + Adam", lambda: native.apply_adam_(AdamUpdate(y, out, v, params, descent)), 8 + 2 * size + SIGN
-        ),
-        Case(
-            "8 bits: decompress + Adam",
-            lambda: native.apply_adam_(AdamUpdate(y, None, variance, params, descent)),
-            1 + 2 * size + SIGN,
-            "a *= c",
-        ),
-        Case(
-            "local step of 0/1 Adam",
-            lambda: native.local_step_(LocalUpdate(out, v, u, grads, params, 0.9, descent)),
-            20 + 3 * size,
-        ),
-        Case(
-            "decompress + sync of 0/1 Adam",
-            lambda: native.sync_parameters_(ParameterSync(y, out, anchor, v, u, params, 1.0, descent)),
-            20 + size + SIGN,
-        ),
-        Case(
-            "decompress + LAMB's moments",
-            lambda: native.lamb_moments_(LambMoments(y, out, x, v, params, factors, sums, lamb)),
-            20 + size + SIGN,
-        ),
-        Case("LAMB's step", lambda: native.lamb_apply_(out, v, params, rates, lamb), 8 + 2 * size),
+        Case("8 bits: momentum + compress", compress(last, served, BLOCK, compact), small, "dot(a, b)"),
+        *(average(f"average of {count}, compress", count, error, 4) for count in AVERAGED),
+        *(average(f"8 bits: average of {count}, compress", count, compact, IN_8_BITS) for count in AVERAGED),
+        Case("decompress", kernel("decompress_", y, out), 4 + SIGN, "a = c"),
+        Case("combine", kernel("combine_", momentum, out), 8 + size),
+        Case("decompress + Adam", kernel("apply_adam_", adam), 8 + 2 * size + SIGN),
+        Case("8 bits: decompress + Adam", kernel("apply_adam_", small_adam), 1 + 2 * size + SIGN, "a *= c"),
+        Case("local step of 0/1 Adam", kernel("local_step_", local_step), 20 + 3 * size),
+        Case("decompress + sync of 0/1 Adam", kernel("sync_parameters_", sync), 20 + size + SIGN),
+        Case("decompress + LAMB's moments", kernel("lamb_moments_", moments), 20 + size + SIGN),
+        Case("LAMB's step", kernel("lamb_apply_", out, v, params, rates, lamb), 8 + 2 * size),
     ]
 
 
-def integer_cases(numel: int, device: torch.device, averaged: tuple[int, ...]) -> list[Case]:
+def integer_cases(numel: int, device: torch.device) -> list[Case]:
     """The kernels of messages of 4 and 8 bits, and norms; gradients are float32."""
     grad, error, out = (torch.randn(numel, device=device) for _ in range(3))
     whole, found = [Segment(grad, 0, numel, 0)], []
     for bits in (4, 8):
         form, z = IntegerFormat(bits), Combination(numel, device, grads=whole, beta=0.5)
         message = torch.zeros(form.nbytes(numel), dtype=torch.uint8, device=device)
-        found += [
-            replace(case, name=f"int{bits}: {case.name}")
-            for case in low_bit_cases(form, z, message, error, out, averaged)
-        ]
+        cases = low_bit_cases(form, z, message, error, out)
+        found += [replace(case, name=f"int{bits}: {case.name}") for case in cases]
     sketch, squares = torch.zeros(SKETCH_NUMEL, device=device), torch.zeros((), dtype=torch.float64, device=device)
     return [
         *found,
@@ -171,14 +152,12 @@ def integer_cases(numel: int, device: torch.device, averaged: tuple[int, ...]) -
     ]
 
 
-def low_bit_cases(
-    form: IntegerFormat, z: Combination, message: Tensor, error: Tensor, out: Tensor, averaged: tuple[int, ...]
-) -> list[Case]:
+def low_bit_cases(form: IntegerFormat, z: Combination, message: Tensor, error: Tensor, out: Tensor) -> list[Case]:
     """The kernels of a format."""
     sent, compact = message.numel() / out.numel(), CompactErrors.zeros(out.numel(), 1, out.device)
     form.compress_(z, error, message, 1)
-    messages, y = message.repeat(max(averaged)), form.average(out.numel(), message, 1, message.numel())
-    served = torch.zeros_like(message)
+    messages, y = message.repeat(max(AVERAGED)), form.average(out.numel(), message, 1, message.numel())
+    served, small = torch.zeros_like(message), ", errors in 8 bits"
 
     def average(name: str, count: int, error: Errors, new_error: Errors, each: float, like: str) -> Case:
         received, nbytes = messages[: count * message.numel()], 2 * each + (count + 1) * sent
@@ -186,18 +165,10 @@ def low_bit_cases(
 
     return [
         Case("compress", lambda: form.compress_(z, error, message, 1), 8 + sent, "dot(a, b)"),
-        *(average(f"average of {count}", count, error, out, 4, "a = b") for count in averaged),
+        *(average(f"average of {count}", count, error, out, 4, "a = b") for count in AVERAGED),
         Case("decompress", lambda: form.decompress_(y, out), 4 + sent, "a = c"),
-        Case(
-            "compress, errors in 8 bits",
-            lambda: form.compress_(z, compact, message, 1),
-            4 + IN_8_BITS + sent,
-            "dot(a, b)",
-        ),
-        *(
-            average(f"average of {count}, errors in 8 bits", count, compact, compact, IN_8_BITS, "a *= c")
-            for count in averaged
-        ),
+        Case(f"compress{small}", lambda: form.compress_(z, compact, message, 1), 4 + IN_8_BITS + sent, "dot(a, b)"),
+        *(average(f"average of {count}{small}", count, compact, compact, IN_8_BITS, "a *= c") for count in AVERAGED),
         Case("any_nan", lambda: any_nan(y), 1 / 64, "dot(a, b)"),
     ]
 
@@ -219,10 +190,8 @@ def plain_passes(numel: int, device: torch.device) -> list[Case]:
 # -- times ------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def kernels_from(choice: str) -> Iterator[None]:
-    with mock.patch.dict(os.environ, HF_COMPRESSOPT_KERNELS=choice):
-        yield
+def kernels_from(choice: str) -> AbstractContextManager[Any]:
+    return mock.patch.dict(os.environ, HF_COMPRESSOPT_KERNELS=choice)
 
 
 def seconds_on_gpu(variants: Variants, rounds: int) -> dict[str, float]:
@@ -259,7 +228,7 @@ def place(device: torch.device) -> str:
 
 
 def benchmark_kernels(
-    title: str, numel: int, measured: list[Case], rounds: int, slow: int, device: torch.device
+    title: str, numel: int, measured: list[Case], *, rounds: int, slow: int, device: torch.device
 ) -> None:
     everything = plain_passes(numel, device) + measured
     with kernels_from("native"):
@@ -290,8 +259,7 @@ def parameters(numels: Sequence[int], device: torch.device = CPU) -> list[torch.
 
 def report(title: str, kind: str, seconds: dict[str, float]) -> None:
     """Print the times of variants, and how many times that of the first one each takes."""
-    first = next(iter(seconds.values()))
-    rows = [[kind, "ms", "of the first"]]
+    first, rows = next(iter(seconds.values())), [[kind, "ms", "of the first"]]
     rows += [[name, f"{value * 1e3:.3f}", f"{value / first:.2f}"] for name, value in seconds.items()]
     print_table(title, rows)
 
@@ -358,10 +326,8 @@ def compare_steps(rank: int, _: Path, numels: list[int], rounds: int) -> None:
     flat = torch.cat([p.grad for p in params])  # the best case: all gradients in one buffer
     for param, grad in zip(params, flat.split(numels), strict=True):
         param.grad = grad
-    baseline, wide = (
-        torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01, fused=True),
-        compressed_step(numels, "float32"),
-    )
+    baseline = torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01, fused=True)
+    wide = compressed_step(numels, "float32")
 
     def all_reduce_and_adam() -> None:
         flat.mul_(1 / dist.get_world_size())
@@ -380,7 +346,7 @@ def compare_steps(rank: int, _: Path, numels: list[int], rounds: int) -> None:
         "the same, state=float32, reference kernels": reference_step,
     }
     title = f"{sum(numels)} parameters, {dist.get_world_size()} gloo ranks over loopback, 1 thread each"
-    seconds = medians(variants, rounds, before=dist.barrier)
+    seconds = medians(variants, rounds, before=lambda _: dist.barrier())
     if rank == 0:
         report(title, "step", seconds)
 
@@ -411,9 +377,9 @@ def main() -> None:
             benchmark = partial(benchmark_kernels, rounds=args.rounds, slow=args.slow_rounds, device=device)
             if "kernels" in args.only:
                 for dtype in (torch.float32, torch.bfloat16) if device != CPU else (torch.float32,):
-                    benchmark(f"signs, {dtype}", numel, sign_cases(numel, device, dtype, AVERAGED))
+                    benchmark(f"signs, {dtype}", numel, sign_cases(numel, device, dtype))
             if "integers" in args.only:
-                benchmark("4 and 8 bits", numel, integer_cases(numel, device, AVERAGED))
+                benchmark("4 and 8 bits", numel, integer_cases(numel, device))
         if "adam" in args.only:
             benchmark_adam("one tensor of 25000000 elements", [25_000_000], args.rounds, device)
             benchmark_adam("150 tensors of 1000 elements", [1000] * 150, 20 * args.rounds, device)

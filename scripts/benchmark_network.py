@@ -85,7 +85,7 @@ def local_steps(title: str, rival: str, interval: int) -> Method:
 
 
 FROZEN, NODES = f"freeze_step={SWITCH}", "node_size={per_node}"
-INT4 = "grad_compression=int4"
+INT4, THEN = "grad_compression=int4", "`onebit_adam`, compressed stage"
 BOTH_WAYS = f"{INT4},param_compression=int4"
 LAST_STAGE = f"var_freeze_step={SWITCH},local_step_scaler=1,local_step_clipper={LONGEST_INTERVAL}"
 METHODS = {
@@ -101,14 +101,10 @@ METHODS = {
     "zero2_int4_levels": Method("`zero2_adamw`, int4 both ways, hierarchical", f"{BOTH_WAYS},{NODES}", "zero2_adamw"),
     "zero_torch": Method("DDP, torch's ZeroRedundancyOptimizer", loop="ZeRO"),
     "warmup_stage": Method("`onebit_adam`, warmup stage", "freeze_step=100000,warmup_bits=4", "onebit_adam"),
-    "onebit_adam": Method("`onebit_adam`, compressed stage", "", "onebit_adam", FROZEN),
-    "onebit_adam_levels": Method("`onebit_adam`, compressed stage, hierarchical", NODES, "onebit_adam", FROZEN),
-    "onebit_adam_zero2": Method(
-        "`onebit_adam`, compressed stage, `zero_stage=2`", "zero_stage=2", "onebit_adam", FROZEN
-    ),
-    "onebit_adam_late": Method(
-        "`onebit_adam`, compressed stage, `overlap_comm`", "overlap_comm=true", "onebit_adam", FROZEN
-    ),
+    "onebit_adam": Method(THEN, "", "onebit_adam", FROZEN),
+    "onebit_adam_levels": Method(f"{THEN}, hierarchical", NODES, "onebit_adam", FROZEN),
+    "onebit_adam_zero2": Method(f"{THEN}, `zero_stage=2`", "zero_stage=2", "onebit_adam", FROZEN),
+    "onebit_adam_late": Method(f"{THEN}, `overlap_comm`", "overlap_comm=true", "onebit_adam", FROZEN),
     "zero_one_adam": Method("`zero_one_adam`, local steps", "", "zero_one_adam", LAST_STAGE, period=LONGEST_INTERVAL),
     "onebit_lamb": Method("`onebit_lamb`, compressed stage", "", "onebit_lamb", FROZEN, lr=1e-2),
     "fsdp2": Method("FSDP2", loop="FSDP2"),
@@ -223,10 +219,8 @@ def train_in_plain_loop(
         if "int4" in method.loop:
             compress_fsdp(model, mesh, "int4", param_compression="int4" if nodes == 1 else "none")
     if method.loop == "ZeRO":
-        model, make = (
-            DistributedDataParallel(model),
-            partial(ZeroRedundancyOptimizer, optimizer_class=make.func, fused=True),
-        )
+        model = DistributedDataParallel(model)
+        make = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, fused=True)
     optimizer = make(model.parameters(), lr=LR)
     rival = RIVALS.get(method.loop, Rival)(model.parameters(), TorchCommunicator(), **method.options)
     for number in range(1, steps + 1):
@@ -356,25 +350,24 @@ def measure(
         link, measured = rows[0]["link"], {row["method"]: {**row, "seconds": [], "sent": 0.0} for row in rows}
         if network is not None:
             network.shape(RATES[link])
-        for number in range(arguments.rounds):
-            for name in in_turn(list(measured), number):
-                if arguments.whole_runs:
-                    given = {key: getattr(arguments, key) for key in ("batch_size", "tokens", "seed", "evaluated")}
-                    row = ranks.order(method=name, whole=arguments.whole_runs, **given)[0]
-                    measured[name] = {"link": link, "method": name, **row, "sent": row["sent"] // shared}
-                    seconds = row["seconds"][-1]
-                else:
-                    steps, row = steps_for(METHODS[name], link, arguments), measured[name]
-                    order = {key: row[key] for key in ("method", "model", "per_node")}
-                    answers = ranks.order(**order, steps=steps)
-                    seconds = statistics.fmean(statistics.fmean(answer["seconds"]) for answer in answers)
-                    sent = statistics.fmean(answer["sent"] for answer in answers) / steps / shared
-                    row["numel"], row["sent"] = answers[0]["numel"], row["sent"] + sent / arguments.rounds
-                    row["seconds"].append(seconds)
-                done += 1
-                left = (time.monotonic() - began) * (windows / done - 1) / 60
-                where = f"{len(ranks.processes)} ranks, {link}, round {number + 1}: {name}: {seconds:.3f} s"
-                print(f"{where} ({done} of {windows}, about {left:.0f} min left)", flush=True)
+        for number, name in in_turn(measured, arguments.rounds):
+            if arguments.whole_runs:
+                given = {key: getattr(arguments, key) for key in ("batch_size", "tokens", "seed", "evaluated")}
+                row = ranks.order(method=name, whole=arguments.whole_runs, **given)[0]
+                measured[name] = {"link": link, "method": name, **row, "sent": row["sent"] // shared}
+                seconds = row["seconds"][-1]
+            else:
+                steps, row = steps_for(METHODS[name], link, arguments), measured[name]
+                order = {key: row[key] for key in ("method", "model", "per_node")}
+                answers = ranks.order(**order, steps=steps)
+                seconds = statistics.fmean(statistics.fmean(answer["seconds"]) for answer in answers)
+                sent = statistics.fmean(answer["sent"] for answer in answers) / steps / shared
+                row["numel"], row["sent"] = answers[0]["numel"], row["sent"] + sent / arguments.rounds
+                row["seconds"].append(seconds)
+            done += 1
+            left = (time.monotonic() - began) * (windows / done - 1) / 60
+            where = f"{len(ranks.processes)} ranks, {link}, round {number + 1}: {name}: {seconds:.3f} s"
+            print(f"{where} ({done} of {windows}, about {left:.0f} min left)", flush=True)
         yield list(measured.values())
 
 
@@ -417,9 +410,8 @@ def table_of_steps(
 
 
 def _milliseconds(column: dict[str, list[float]], method: str) -> str:
-    if method not in column:
+    if not (found := column.get(method)):
         return ""
-    found = column[method]
     spread = f" ({min(found):.0f}-{max(found):.0f})" if len(found) > 1 else ""
     multiple = f", {median(column, method) / median(column, BASELINE):.2f}x" if BASELINE in column else ""
     return f"{statistics.median(found):.0f}{spread}{multiple}"
@@ -433,7 +425,7 @@ def table_of_runs(rows: Sequence[Row], links: Sequence[str], methods: Sequence[s
     """Seconds of a whole run, and until the loss is DDP's last one plus 1 %."""
     found = {(row["method"], row["link"]): row for row in rows}
     target = NEAR * found["ddp", links[0]]["losses"][-1]
-    lines = [["method", *(f"{link}, s: run / to the loss" for link in links), "final loss"]]
+    lines = [["method", *(f"{link}, s: run / to loss" for link in links), "final loss"]]
     for method in methods:
         if method != BASELINE and (method, links[0]) in found:
             its = [found[method, link] for link in links]
@@ -458,10 +450,8 @@ def print_tables(rows: Sequence[Row], *, whole: bool) -> None:
     for model, ranks, per_node in dict.fromkeys((row["model"], row["ranks"], row["per_node"]) for row in rows):
         links = [link for link in RATES if times(rows, model, ranks, link, per_node)]
         nodes = "" if per_node == 1 else f" on {ranks // per_node} nodes; bytes are those of a node's link"
-        print_table(
-            f"{model}, {ranks} ranks{nodes}; milliseconds of a step",
-            table_of_steps(rows, model, ranks, links, per_node),
-        )
+        title = f"{model}, {ranks} ranks{nodes}; milliseconds of a step"
+        print_table(title, table_of_steps(rows, model, ranks, links, per_node))
 
 
 # -- main -------------------------------------------------------------------------------------------------------------

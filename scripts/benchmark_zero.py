@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _common import MIB, Table, in_turn, on_ranks, parser_of, print_table, small_gpt2, write_measurements
+from _common import MIB, Table, in_turn, on_ranks, parser_of, print_table, shard, small_gpt2, write_measurements
 from _slow_network import sent_bytes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -94,7 +94,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def nbytes(tensors: list[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.nbytes for t in tensors)
 
 
 def make_model(options: dict[str, Any]) -> nn.Module:
@@ -112,13 +112,8 @@ def ddp(options: dict[str, Any], partitioned: bool) -> Training:
 
 
 def fsdp2(options: dict[str, Any]) -> Training:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model = make_model(options)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in (*model.transformer.h, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    shard(model, 1, resharded=False)
     return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
 
@@ -196,15 +191,14 @@ def measure_variants(rank: int, _: Path, options: dict[str, Any]) -> dict[str, A
     for name in names:
         result[name]["memory"] = measure_memory(VARIANTS[name], options)
         release_memory()
-    for number in range(options["rounds"]):
-        for name in in_turn(names, number):
-            torch.manual_seed(rank)
-            seconds, sent = measure_time(VARIANTS[name], options)
-            result[name]["seconds"] += seconds
-            result[name]["sent"].append(sent)
-            release_memory()
-            if rank == 0:
-                print(f"round {number + 1}: {name}: {statistics.median(seconds):.3f} s", flush=True)
+    for number, name in in_turn(names, options["rounds"]):
+        torch.manual_seed(rank)
+        seconds, sent = measure_time(VARIANTS[name], options)
+        result[name]["seconds"] += seconds
+        result[name]["sent"].append(sent)
+        release_memory()
+        if rank == 0:
+            print(f"round {number + 1}: {name}: {statistics.median(seconds):.3f} s", flush=True)
     return result
 
 

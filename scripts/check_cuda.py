@@ -1,8 +1,9 @@
 """Compile the CUDA kernels for each architecture, and check what ptxas and the machine code say of them.
 
 No kernel may spill more than a few bytes of registers, and every kernel that streams float32 must load and store 128
-bits at a time. With --table, it prints the loads that a thread has under way at once, counted in the machine code, and
-what a multiprocessor so has under way beside what an H100 needs to reach the roof of its memory.
+bits at a time. With --table, it prints the loads that a thread has under way at once, counted in the machine code by
+the barriers that instructions wait for, and what a multiprocessor so has under way beside what an H100 needs to reach
+the roof of its memory.
 
 Needs nvcc, and cuobjdump and nvdisasm: of the CUDA toolkit, or `pip install nvidia-cuda-cuobjdump
 nvidia-cuda-nvdisasm`. One kernel file takes some seconds to a minute per architecture.
@@ -31,18 +32,9 @@ REGISTERS = 65_536  # of a multiprocessor
 NEEDED = 3.35e12 * 650e-9 / 132
 
 # Kernels that stream float32, and so move 16 bytes at a time: loads, stores.
-VECTORS = {
-    "compress_blocks": (True, True),
-    "compress_large_blocks": (True, True),
-    "sum_tiles": (True, True),
-    "compress_tiles": (True, True),
-    "commit_tiles": (True, True),
-    "step_tensors": (True, True),
-    "over_runs": (False, True),
-    "square_items": (True, False),
-    "lamb_items": (True, True),
-    "find_nan": (True, False),
-}
+BOTH = ("compress_blocks", "compress_large_blocks", "compress_tiles", "sum_tiles", "step_tensors", "lamb_items")
+VECTORS = dict.fromkeys((*BOTH, "commit_tiles"), (True, True)) | {"over_runs": (False, True)}
+VECTORS |= dict.fromkeys(("square_items", "find_nan"), (True, False))
 # What a kernel must move of an element: bytes read and written, float32 gradients, parameters and moments.
 MOVES = {
     r"compress_blocks.*Combination.*FloatErrors": "8 + 4.1",
@@ -109,52 +101,47 @@ def compiled(source: Path, architecture: str, folder: Path) -> tuple[Path, dict[
     return out, {m[1]: (int(m[4]), max(int(m[2]), int(m[3]))) for m in found}
 
 
-def machine_code(cuobjdump: str, cubin: Path) -> dict[str, list[str]]:
-    """The instructions of each kernel."""
-    path = f"{Path(cuobjdump).parent}:{os.environ['PATH']}"  # it calls nvdisasm
-    environment = {**os.environ, "PATH": path}
+def machine_code(cuobjdump: str, cubin: Path) -> dict[str, list[tuple[str, int]]]:
+    """The instructions of each kernel, each with the upper half of its code, which has the barriers."""
+    environment = {**os.environ, "PATH": f"{Path(cuobjdump).parent}:{os.environ['PATH']}"}  # it calls nvdisasm
     result = subprocess.run([cuobjdump, "-sass", str(cubin)], capture_output=True, text=True, env=environment)
     if result.returncode != 0:
         raise SystemExit(f"{cuobjdump} cannot read {cubin.name}:\n{result.stderr}")
-    functions: dict[str, list[str]] = {}
-    for line in result.stdout.splitlines():
-        if match := re.search(r"Function : (\S+)", line):
-            lines = functions.setdefault(match[1], [])
-        elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?) ?;", line):
-            lines.append(match[1])
+    functions: dict[str, list[tuple[str, int]]] = {}
+    words = r"/\*[0-9a-f]{4,}\*/\s+(.*?) ?;\s+/\* 0x\w+ \*/\s+/\* (0x\w+) \*/"
+    for text in result.stdout.split("Function : ")[1:]:
+        functions[text.split()[0]] = [(match[1], int(match[2], 16)) for match in re.finditer(words, text)]
     return functions
 
 
-def count(kernel: Kernel, instructions: list[str]) -> None:
-    """Count accesses of global memory, and loads that are asked for before the first of them is looked at."""
-    waiting: dict[int, int] = {}  # bits by the first register of what was asked for
-    for instruction in instructions:
+def count(kernel: Kernel, instructions: list[tuple[str, int]]) -> None:
+    """Count accesses of global memory, and loads that are under way before the thread waits for the first of them.
+
+    A load counts up one of six barriers until it has ended; an instruction waits for those of its mask.
+    """
+    waiting: dict[int, tuple[int, int, int]] = {}  # by register: which load, bytes, barrier
+    for number, (instruction, code) in enumerate(instructions):
+        mask, barrier = code >> 52 & 63, code >> 46 & 7
+        waiting = {register: row for register, row in waiting.items() if not mask >> row[2] & 1}
         access = re.match(r"(?:@!?U?P\w+ )?(LDG|STG)\.E\S*? (\S.*)", f"{instruction} ")
-        operands = [int(number) for number in re.findall(r"\bR(\d+)\b", instruction)]
-        pending = {first + k for first, bits in waiting.items() for k in range(max(bits // 32, 1))}
-        load = access is not None and access[1] == "LDG"
-        read = operands[1:] if load else operands
-        if pending.intersection(read):
-            waiting.clear()
         if access is None:
             continue
         width = re.search(r"\.(128|64|U16|S16|U8|S8)\b", instruction.split(" R")[0].split(" [")[0])
         bits = int(re.sub(r"\D", "", width[1])) if width else 32
-        table = kernel.loads if load else kernel.stores
+        table = kernel.loads if access[1] == "LDG" else kernel.stores
         table[bits] = table.get(bits, 0) + 1
-        if load and operands:
-            waiting[operands[0]] = bits
-            if len(waiting) > kernel.in_flight:
-                kernel.in_flight = len(waiting)
-            kernel.bytes_in_flight = max(kernel.bytes_in_flight, sum(waiting.values()) // 8)
+        if access[1] == "LDG" and (target := re.search(r"\bR(\d+)\b", instruction)):
+            for register in range(int(target[1]), int(target[1]) + max(bits // 32, 1)):
+                row = number, min(bits, 32) // 8, barrier
+                waiting[register] = max(row, waiting.get(register, row), key=lambda row: (row[1], row[0]))
+            kernel.in_flight = max(kernel.in_flight, len({row[0] for row in waiting.values()}))
+            kernel.bytes_in_flight = max(kernel.bytes_in_flight, sum(row[1] for row in waiting.values()))
 
 
 def kernels(source: Path, architecture: str, cuobjdump: str, folder: Path) -> list[Kernel]:
     """All kernels of a file."""
     cubin, used = compiled(source, architecture, folder)
-    functions = machine_code(cuobjdump, cubin)
-    names = readable(list(used))
-    found = []
+    functions, names, found = machine_code(cuobjdump, cubin), readable(list(used)), []
     for symbol, (registers, spills) in used.items():
         kernel = Kernel(names[symbol], registers, spills)
         count(kernel, functions[symbol])

@@ -107,8 +107,7 @@ def main() -> int:
     if not errors:
         print("no row of a predicted method with its compute-only row", file=sys.stderr)
         return 2
-    largest = max(errors, key=abs)
-    mean = statistics.fmean(map(abs, errors))
+    largest, mean = max(errors, key=abs), statistics.fmean(map(abs, errors))
     print(f"{markdown(cells)}\n{len(errors)} rows; error {mean:.1%} in the mean, {largest:+.1%} at most")
     return int(abs(largest) > arguments.bound)
 

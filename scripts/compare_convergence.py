@@ -17,23 +17,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from _common import MB, check_least, parser_of, print_table
-from _convergence import (
-    ALL_RUNS,
-    GLOBAL_BATCH,
-    ONE_SEED,
-    RUNS,
-    TUNING,
-    WORLD_SIZES,
-    Run,
-    missing,
-    partner,
-    pretrain,
-    train,
-)
+from _convergence import ALL_RUNS, GLOBAL_BATCH, RUNS, TUNING, WORLD_SIZES, missing, partner, pretrain, train
 from _slow_network import ranks_on_links, serve
 from make_tables import against, fewer, losses, percent
 
@@ -42,17 +31,10 @@ Key = tuple[str, int, int, int]
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
-def steps_of(run: Run, arguments: argparse.Namespace) -> int:
-    return arguments.steps if run.steps is None else run.steps
-
-
-def seeds_of(group: str, arguments: argparse.Namespace) -> list[int]:
-    seeds = arguments.tuning_seeds if group in TUNING else arguments.seeds
-    return seeds[:1] if group in ONE_SEED else seeds
-
-
-def world_sizes_of(group: str, arguments: argparse.Namespace) -> Sequence[int]:
-    return WORLD_SIZES.get(group, arguments.world_sizes)
+def places_of(group: str, arguments: argparse.Namespace) -> tuple[list[int], Sequence[int]]:
+    """The seeds and the numbers of ranks that a group runs with."""
+    seeds = arguments.tuning_seeds[:1] if group in TUNING else arguments.seeds
+    return seeds, WORLD_SIZES.get(group, arguments.world_sizes)
 
 
 def jobs(arguments: argparse.Namespace) -> list[Key]:
@@ -63,8 +45,8 @@ def jobs(arguments: argparse.Namespace) -> list[Key]:
         for run in filter(missing, runs):
             print(f"SKIPPED {run.name}: python scripts/real_models.py fetches {', '.join(missing(run))}", flush=True)
         runs = [run for run in runs if not missing(run)]
-        places = itertools.product(seeds_of(group, arguments), world_sizes_of(group, arguments), runs)
-        found |= {(run.name, world_size, seed, steps_of(run, arguments)): None for seed, world_size, run in places}
+        places = itertools.product(*places_of(group, arguments), runs)
+        found |= {(run.name, world_size, seed, run.steps or arguments.steps): None for seed, world_size, run in places}
     return list(found)
 
 
@@ -94,31 +76,22 @@ def run_all(todo: Sequence[Key], rows_file: Path) -> None:
 
 
 def read_rows(rows_file: Path, report: Path) -> list[dict[str, Any]]:
-    """The rows of finished runs; those of the report first, unless there is a newer one."""
-    rows = json.loads(report.read_text()) if report.exists() else []
-    rows += map(json.loads, rows_file.read_text().splitlines()) if rows_file.exists() else []
-    return list({key_of(row): rounded(row) for row in rows}.values())
-
-
-def rounded(value: Any) -> Any:
-    """A row as the JSON has it, so that the tables are what the JSON says."""
-    if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [rounded(entry) for entry in value]
-    return round(value, 5) if isinstance(value, float) else value
+    """The rows of finished runs, rounded as in the report; those of the report first, unless there is a newer one."""
+    read = partial(json.loads, parse_float=lambda text: round(float(text), 5))
+    rows = read(report.read_text()) if report.exists() else []
+    rows += map(read, rows_file.read_text().splitlines()) if rows_file.exists() else []
+    return list({key_of(row): row for row in rows}.values())
 
 
 def print_group(group: str, rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Print the loss of each run of a group, against the uncompressed run's, and megabytes sent by a rank."""
     lines = [["run", "ranks", "seeds", "evaluation loss", "against the uncompressed", "MB sent", "fewer bytes"]]
-    if group == "classification":
+    if group in ("classification", "digits, rates"):
         lines[0].append("accuracy")
-    seeds = seeds_of(group, arguments)
-    for ranks, run in itertools.product(world_sizes_of(group, arguments), RUNS[group].values()):
-        mine = [
-            row for row in rows if row["seed"] in seeds and row["steps"] == steps_of(ALL_RUNS[row["name"]], arguments)
-        ]
+    seeds, world_sizes = places_of(group, arguments)
+    mine = [row for row in rows if row["seed"] in seeds]
+    mine = [row for row in mine if row["steps"] == (ALL_RUNS[row["name"]].steps or arguments.steps)]
+    for ranks, run in itertools.product(world_sizes, RUNS[group].values()):
         if found := losses(run.name, ranks, mine):
             values, other = [row["eval_loss"] for row in found.values()], partner(run)
             finite = [value for value in values if value is not None]

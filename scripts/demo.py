@@ -22,7 +22,15 @@ from _common import COLOURS, MB, REPOSITORY, check_least, print_table, pyplot
 
 RECIPE = REPOSITORY / "recipes" / "causal_lm" / "train.py"
 BASELINE, COMPRESSED = "adamw_torch", "onebit_adam"
-LEARNING_RATE = 1e-3
+FLAGS = """--tiny --use_cpu --ddp_backend gloo --ddp_find_unused_parameters false --block_size 128
+    --learning_rate 1e-3 --lr_scheduler_type cosine --max_grad_norm 1.0
+    --eval_strategy steps --save_strategy no --report_to none"""
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+}
 TAIL_LINES = 60
 FOOTNOTE = f"""
 * {COMPRESSED}: counted by the optimizer. {BASELINE}: computed for a ring all-reduce of float32 gradients,
@@ -30,14 +38,8 @@ FOOTNOTE = f"""
   Bytes cost next to nothing between processes of one machine: the times show what compressing costs here, and
   whatever else the machine was doing, not what a slower network would save."""
 #: Where a run keeps what Trainer logs, by step.
-LOGGED = {
-    "loss": "train_loss",
-    "eval_loss": "eval_loss",
-    "compressopt/stage": "stage",
-    "compressopt/bytes_sent": "bytes_sent",
-    "compressopt/bytes_sent_step": "bytes_sent_step",
-    "compressopt/compression_ratio": "compression_ratio",
-}
+LOGGED = {"loss": "train_loss", "eval_loss": "eval_loss"}
+LOGGED |= {f"compressopt/{name}": name for name in ("stage", "bytes_sent", "bytes_sent_step", "compression_ratio")}
 Run = dict[str, Any]  # optim, parameters, wall_seconds, train_seconds, and the values of LOGGED by step
 
 # -- the runs ---------------------------------------------------------------------------------------------------------
@@ -59,44 +61,23 @@ def command(optim: str, directory: Path, arguments: argparse.Namespace) -> list[
     """The recipe's command line; it logs some thirty times, the last step too, and evaluates some eight times."""
     steps = arguments.steps
     interval = max(divisor for divisor in range(1, max(1, steps // 30) + 1) if steps % divisor == 0)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc_per_node", str(arguments.processes)]
+    ranks = f"--nproc_per_node={arguments.processes}"
     options: dict[str, object] = {
         "optim": optim,
         "output_dir": directory,
         "max_steps": steps,
         "seed": arguments.seed,
         "data_seed": arguments.seed,
-        "block_size": 128,
         "per_device_train_batch_size": arguments.batch_size,
         "per_device_eval_batch_size": arguments.batch_size,
-        "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "cosine",
         "warmup_steps": max(1, steps // 10),
-        "max_grad_norm": 1.0,
         "logging_steps": interval,
-        "eval_strategy": "steps",
         "eval_steps": interval * math.ceil(steps / (8 * interval)),
-        "save_strategy": "no",
-        "report_to": "none",
-        "ddp_backend": "gloo",
-        "ddp_find_unused_parameters": "false",
     }
     if optim == "onebit_adam":  # a run of fewer than 1,000 steps would stay in the warmup stage
         options["optim_args"] = f"max_freeze_step={max(1, steps // 5)}"
     flags = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    return [*launcher, str(RECIPE), "--tiny", "--use_cpu", *flags]
-
-
-def child_environment() -> dict[str, str]:
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-        "COLUMNS": str(shutil.get_terminal_size().columns),
-    }
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, str(RECIPE), *FLAGS.split(), *flags]
 
 
 def stop(child: subprocess.Popen[bytes]) -> None:
@@ -113,14 +94,9 @@ def stop(child: subprocess.Popen[bytes]) -> None:
 
 def run_and_show(words: list[str], log: Path) -> int:
     """Run a command, pass its output through as it comes and keep it in `log`."""
-    child = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=child_environment(),
-        cwd=REPOSITORY,
-        start_new_session=True,
-    )
+    environment = {**os.environ, **ENVIRONMENT, "COLUMNS": str(shutil.get_terminal_size().columns)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    child = subprocess.Popen(words, env=environment, cwd=REPOSITORY, start_new_session=True, **pipes)
     try:
         with log.open("wb") as file:
             while chunk := os.read(child.stdout.fileno(), 65536):
@@ -142,14 +118,10 @@ def train(optim: str, number: int, arguments: argparse.Namespace) -> Run:
     directory = arguments.output_dir / optim
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    print(
-        f"\n== run {number} of 2: --optim {optim}, {arguments.steps} steps on {arguments.processes} CPU processes",
-        flush=True,
-    )
-    start = time.monotonic()
-    log = directory / "output.log"
-    code = run_and_show(command(optim, directory, arguments), log)
-    if code != 0:
+    where = f"{arguments.steps} steps on {arguments.processes} CPU processes"
+    print(f"\n== run {number} of 2: --optim {optim}, {where}", flush=True)
+    start, log = time.monotonic(), directory / "output.log"
+    if code := run_and_show(command(optim, directory, arguments), log):
         sys.exit(f"\n== the run with --optim {optim} failed (exit status {code}); the end of {log}:\n{tail(log)}")
     return read_result(optim, directory, time.monotonic() - start)
 

@@ -96,12 +96,14 @@ def _section(name: str, words: str, found: dict[str, Option], known: dict[str, O
     """The section of a class; options that are known with the same default are named only."""
     told = name == "CompressOptPlugin"  # whose own words count: it also knows what an optimizer does not
     mine = {key: option for key, option in found.items() if not _is_known(key, option, known, told=told)}
+    same = {key for key in mine if key in known and known[key].help == mine[key].help}
     shared = [f"`{key}`" for key in found if key not in mine]
     known |= {key: option for key, option in mine.items() if key not in known}
     more = f"\n\nAnd, as above: {', '.join(shared)}." if shared else ""
     if name in COMPRESSED:
-        more = "\n\nAnd [those of all compressed optimizers](#all-compressed-optimizers)."
-    table = f"\n\n{_table(mine)}" if mine else ""
+        more = "\n\nAnd the options of [all compressed optimizers](#all-compressed-optimizers)."
+    shown = {key: option._replace(help="As above.") if key in same else option for key, option in mine.items()}
+    table = f"\n\n{_table(shown)}" if shown else ""
     return f"## {name}\n\n{words}{table}{more}\n"
 
 

