@@ -123,8 +123,8 @@ class Communicator(ABC):
     """A group of ranks, the collectives among them, and the decisions that they take together. All ranks call.
 
     Collectives that return a :class:`Handle` start at once; all other methods block. Small tensors lie on ``device``;
-    ``process_group`` is None for all ranks, ``levels`` in the flat topology; ``has_parts`` says if :meth:`part` works.
-    ``timed`` are levels that ``topology="auto"`` has measured, whether it took them or not: a load may.
+    ``process_group`` is None for all ranks, ``levels`` in the flat topology. ``timed`` are levels that
+    ``topology="auto"`` has measured, whether it took them or not: a load may.
     """
 
     name: str
@@ -135,7 +135,6 @@ class Communicator(ABC):
     process_group: dist.ProcessGroup | None = None
     levels: Levels | None = None
     timed: Levels | None = None
-    has_parts: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         """Return a copy with counters of its own; a group of processes cannot be copied, so copies share it."""
@@ -161,31 +160,51 @@ class Communicator(ABC):
 
     # -- the transport ------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
         """Start reducing ``tensor`` over the ranks, in place. ``op`` is "sum" or "max"."""
+        self._count_all_reduce(tensor)
+        return Handle(self._all_reduce(tensor, op), "all_reduce", self.traffic)
 
-    @abstractmethod
     def all_to_all(
         self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
-        """Start sending the j-th of equal parts of ``inputs`` (1-D) to rank j; they arrive in rank order."""
+        """Start sending the j-th of the parts of ``inputs`` (1-D) to rank j; they arrive in rank order."""
+        self.traffic.sent("all_to_all", (inputs.numel() - input_splits[self.rank]) * inputs.element_size())
+        wait = self._all_to_all(output, inputs, list(output_splits), list(input_splits))
+        return Handle(wait, "all_to_all", self.traffic)
 
-    @abstractmethod
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:
         """Start gathering every rank's ``part`` [n], which may be a view of ``output`` [world_size * n]."""
+        self.traffic.sent("all_gather", (self.world_size - 1) * part.nbytes)
+        return Handle(self._all_gather(output, part), "all_gather", self.traffic)
+
+    def _count_all_reduce(self, tensor: Tensor) -> None:
+        self.traffic.sent("all_reduce", 2 * (self.world_size - 1) * tensor.nbytes // self.world_size)
+
+    # what starts a collective returns a function that waits for it
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: str) -> Callable[[], Any]: ...
+
+    @abstractmethod
+    def _all_to_all(
+        self, output: Tensor, inputs: Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Callable[[], Any]: ...
+
+    @abstractmethod
+    def _all_gather(self, output: Tensor, part: Tensor) -> Callable[[], Any]: ...
+
+    @abstractmethod
+    def _broadcast(self, data: Tensor) -> None:
+        """Copy rank 0's ``data``, [n] uint8, to all ranks, in place, without copies of it for each."""
 
     @abstractmethod
     def duplicate(self) -> Communicator:
         """Return the same ranks on a channel of its own, for host tensors and another thread; else a ValueError."""
 
     @abstractmethod
-    def _broadcast(self, data: Tensor) -> None:
-        """Copy rank 0's ``data``, [n] uint8, to all ranks, in place, without copies of it for each."""
-
     def part(self, ranks: Sequence[int]) -> Communicator:
-        """Return the communicator of some ranks, ascending, which all call; a ValueError if there is none."""
-        raise ValueError(f"{type(self).__name__} cannot make a group of some of its ranks")
+        """Return the communicator of some ranks, ascending, which all call."""
 
     def reached(self) -> Communicator:
         """Return these ranks with a device whose tensors can be sent, if that of the parameters is not one yet."""
@@ -232,16 +251,12 @@ class Communicator(ABC):
 
     def raise_together(self, error: Exception | None, others: type[Exception] = RuntimeError) -> None:
         """Raise on every rank if any rank has an error: its own one, else one of type ``others`` that quotes them."""
-        _, failed = self._gather_outcomes(None, error)
-        if failed:
-            raise error or others(failed)
 
-    def _gather_outcomes(self, outcome: Any, error: Exception | None) -> tuple[list[Any], str]:
-        """Return every rank's outcome (anything that JSON holds), and the errors as text; "" if no rank has one."""
-        outcomes = self.all_gather_object((outcome, None if error is None else f"{type(error).__name__}: {error}"))
-        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
-        told = f"another rank failed, so this one stops too; {'; '.join(failed)}" if failed else ""
-        return [outcome for outcome, _ in outcomes], told
+        def fail() -> None:
+            if error is not None:
+                raise error
+
+        self.gather_together(fail, others=others)
 
     def gather_together(
         self, action: Callable[[], _Result], undo: Callable[[], None] = lambda: None, others: type[Exception] = OSError
@@ -256,11 +271,12 @@ class Communicator(ABC):
             result = action()
         except Exception as caught:
             error = caught
-        results, failed = self._gather_outcomes(result, error)
+        outcomes = self.all_gather_object((result, None if error is None else f"{type(error).__name__}: {error}"))
+        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
         if failed:
             undo()
-            raise error or others(failed)
-        return results
+            raise error or others(f"another rank failed, so this one stops too; {'; '.join(failed)}")
+        return [result for result, _ in outcomes]
 
     def run_together(
         self, action: Callable[[], _Result], undo: Callable[[], None] = lambda: None, others: type[Exception] = OSError

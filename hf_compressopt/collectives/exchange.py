@@ -220,7 +220,8 @@ class _Plan(NamedTuple):
     orders: tuple[Tensor, Tensor, Tensor] | None
 
 
-def _make_plan(numels: tuple[int, ...], form: Any, place: Topology, device: torch.device) -> _Plan:
+@cache
+def _plan(numels: tuple[int, ...], form: Any, place: Topology, device: torch.device) -> _Plan:
     chunks = [form.chunk_nbytes(numel, place.world_size) for numel in numels]
     sent = [[nbytes[chunk] for chunk in place.sent_chunks] for nbytes in chunks]
     own, strides = [nbytes[place.own_chunk] for nbytes in chunks], [nbytes[0] for nbytes in chunks]
@@ -254,9 +255,6 @@ def _in_order(messages: Tensor, plan: _Plan, number: int) -> Tensor:
     if plan.orders is None:
         return messages
     return messages.view(-1, MESSAGE_ALIGNMENT).index_select(0, plan.orders[number]).view(-1)
-
-
-_plan: Callable[[tuple[int, ...], Any, Topology, torch.device], _Plan] = cache(_make_plan)
 
 
 def in_runs(

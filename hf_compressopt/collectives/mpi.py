@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator, Handle, Traffic
+from hf_compressopt.collectives.communicator import Communicator, Traffic
 
 _LIBRARIES = ("libmpi.so.40", "libmpi.so.12", "libmpi.so")
 
@@ -21,8 +22,6 @@ class MpiCommunicator(Communicator):
 
     Tensors on a device travel through host buffers, unless ``cuda_aware`` hands them to the library directly.
     """
-
-    has_parts = True
 
     def __init__(
         self,
@@ -82,34 +81,29 @@ class MpiCommunicator(Communicator):
         found.rank, found.world_size = found._comm.Get_rank(), found._comm.Get_size()
         return found
 
-    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
-        nbytes = tensor.numel() * tensor.element_size()
-        self.traffic.sent("all_reduce", 2 * (self.world_size - 1) * nbytes // self.world_size)
+    def _all_reduce(self, tensor: Tensor, op: str) -> Callable[[], None]:
         staged = self._staged(tensor)
         operation = {"sum": self._mpi.SUM, "max": self._mpi.MAX}[op]
         request = self._comm.Iallreduce(self._mpi.IN_PLACE, self._buffer(staged), operation)
-        return self._handle(request, "all_reduce", lambda: self._unstage(staged, tensor))
+        return partial(self._end, request, staged, tensor)
 
-    def all_to_all(
-        self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> Handle:
-        size = inputs.element_size()
-        self.traffic.sent("all_to_all", (inputs.numel() - input_splits[self.rank]) * size)
-        sent, received = self._staged(inputs), self._staged(output)
+    def _all_to_all(
+        self, output: Tensor, inputs: Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Callable[[], None]:
+        size, sent, received = inputs.element_size(), self._staged(inputs), self._staged(output)
         request = self._comm.Ialltoallv(
             [self._bytes(sent), [split * size for split in input_splits], self._mpi.BYTE],
             [self._bytes(received), [split * size for split in output_splits], self._mpi.BYTE],
         )
-        return self._handle(request, "all_to_all", lambda: self._unstage(received, output), sent)
+        return partial(self._end, request, received, output, sent)
 
-    def all_gather(self, output: Tensor, part: Tensor) -> Handle:
-        self.traffic.sent("all_gather", (self.world_size - 1) * part.numel() * part.element_size())
+    def _all_gather(self, output: Tensor, part: Tensor) -> Callable[[], None]:
         place = output[self.rank * part.numel() : (self.rank + 1) * part.numel()]
         in_place = part.numel() > 0 and part.data_ptr() == place.data_ptr()
         sent, received = self._staged(part), self._staged(output)
         own = self._mpi.IN_PLACE if in_place else [self._bytes(sent), self._mpi.BYTE]
         request = self._comm.Iallgather(own, [self._bytes(received), self._mpi.BYTE])
-        return self._handle(request, "all_gather", lambda: self._unstage(received, output), sent)
+        return partial(self._end, request, received, output, sent)
 
     def _broadcast(self, data: Tensor) -> None:
         staged = self._staged(data)
@@ -135,12 +129,10 @@ class MpiCommunicator(Communicator):
     def _bytes(self, tensor: Tensor) -> Any:
         return self._buffer(tensor.view(-1).view(torch.uint8))
 
-    def _handle(self, request: Any, kind: str, finish: Callable[[], None], *alive: Tensor) -> Handle:
-        def wait(_keep: tuple[Tensor, ...] = alive) -> None:  # what is being sent stays alive until it has left
-            request.Wait()
-            finish()
-
-        return Handle(wait, kind, self.traffic)
+    def _end(self, request: Any, staged: Tensor, tensor: Tensor, sent: Tensor | None = None) -> None:
+        """Wait for a collective, until which ``sent`` stays alive, and bring its result to ``tensor``."""
+        request.Wait()
+        self._unstage(staged, tensor)
 
 
 def has_cuda_support() -> bool:

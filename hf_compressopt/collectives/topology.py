@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -143,21 +144,16 @@ class TopologyOptions:
 
 def node_size_of_hosts(hosts: Sequence[str], announced: Sequence[Any]) -> tuple[int, str]:
     """Return the ranks per node that all ranks can be divided by, and if there are none, the reason."""
-    runs = [0]
-    for before, host in zip((hosts[0], *hosts), hosts, strict=False):
-        if host != before:
-            runs.append(0)
-        runs[-1] += 1
+    runs = [len(list(run)) for _, run in groupby(hosts)]
     told = sorted({count for count in announced if count is not None})
-    if len(runs) == 1 and told in ([], [len(hosts)]):
-        return 1, ""
-    if set(runs) == {1} and told in ([], [1]):
+    agrees = told in ([], [runs[0]])
+    if agrees and (len(runs) == 1 or set(runs) == {1}):
         return 1, ""
     if len(set(hosts)) != len(runs):
         return 1, "the ranks of a host do not follow one another"
     if len(set(runs)) > 1:
         return 1, f"the nodes have different numbers of ranks, {runs}"
-    if told not in ([], [runs[0]]):
+    if not agrees:
         return 1, f"the host names say that a node has {runs[0]} ranks, the launcher says {told}"
     return runs[0], ""
 
@@ -184,10 +180,10 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
     size = _agreed_size(communicator, wanted, told)
     if size == 1:
         return communicator
-    refusal = _refusal(communicator, scale_block)
-    if refusal and (wanted.node_size is not None or wanted.topology == TWO_LEVELS):
-        raise ValueError(f"{refusal} Or give topology='flat'")
-    if refusal:
+    if scale_block is None:
+        refusal = "a hierarchical topology needs a scale_block, not None (one scale for all ranks): give 4096"
+        if wanted.node_size is not None or wanted.topology == TWO_LEVELS:
+            raise ValueError(f"{refusal}, or topology='flat'")
         _warn(communicator, refusal)
         return communicator
     ranks, mine = range(communicator.world_size), Topology(communicator.world_size, communicator.rank, size)
@@ -205,13 +201,12 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
 def _measured_to_pay(communicator: Communicator, levels: Levels) -> bool:
     """Return whether averages in full precision inside the nodes pay, by the slowest rank's times. All ranks call."""
     group = levels.peers.process_group or levels.peers
-    found = _MEASURED.get(group)
-    if found is None:
-        found = _MEASURED[group] = exchange_seconds(communicator, levels)
+    if group not in _MEASURED:
+        _MEASURED[group] = exchange_seconds(communicator, levels)
         if communicator.rank == 0:
             told = "topology='hierarchical' or 'flat' decides without measuring"
-            logger.info("topology=auto: %s. %s", described(*found), told)
-    return nodes_pay(*found)
+            logger.info("topology=auto: %s. %s", described(*_MEASURED[group]), told)
+    return nodes_pay(*_MEASURED[group])
 
 
 def nodes_pay(flat: float, hierarchical: float) -> bool:
@@ -229,11 +224,7 @@ def described(flat: float, hierarchical: float) -> str:
 
 def exchange_seconds(communicator: Communicator, levels: Levels) -> tuple[float, float]:
     """Time a flat and a hierarchical exchange of values in 4 bits, by medians of the slowest rank. All ranks call."""
-    from hf_compressopt.collectives.communicator import Traffic  # which imports this file
-
-    everyone, node, peers = (copy(ranks.reached()) for ranks in (communicator, levels.node, levels.peers))
-    for ranks in (everyone, node, peers):
-        ranks.traffic = Traffic()  # these bytes are nobody's step
+    everyone, node, peers = (ranks.reached() for ranks in (communicator, levels.node, levels.peers))
     device, size = everyone.device, node.world_size
     values = torch.zeros(_PROBE, dtype=levels.dtype, device=device)
 
@@ -252,17 +243,18 @@ def exchange_seconds(communicator: Communicator, levels: Levels) -> tuple[float,
         messages(peers, _PROBE // 2 // size)
 
     rows: list[Tensor] = []
-    for _ in range(_REPEATS + 1):  # the first one sets up connections
-        row = []
-        for exchange in (flat, hierarchical):
-            start = time.perf_counter()
-            exchange()
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-            row.append(time.perf_counter() - start)
-        slowest = torch.tensor(row, dtype=torch.float64, device=device)
-        everyone.all_reduce(slowest, op="max").wait()  # which also aligns the ranks
-        rows.append(slowest.cpu())
+    with communicator.traffic.paused():
+        for _ in range(_REPEATS + 1):  # the first one sets up connections
+            row = []
+            for exchange in (flat, hierarchical):
+                start = time.perf_counter()
+                exchange()
+                if device.type != "cpu":
+                    torch.accelerator.synchronize(device)
+                row.append(time.perf_counter() - start)
+            slowest = torch.tensor(row, dtype=torch.float64, device=device)
+            everyone.all_reduce(slowest, op="max").wait()  # which also aligns the ranks
+            rows.append(slowest.cpu())
     medians = torch.stack(rows[1:]).median(dim=0).values
     return float(medians[0]), float(medians[1])
 
@@ -297,15 +289,6 @@ def _agreed_size(communicator: Communicator, wanted: TopologyOptions, told: int 
     if reason:
         _warn(communicator, f"{reason}. Give node_size if the nodes are alike")
     return size
-
-
-def _refusal(communicator: Communicator, scale_block: int | None) -> str:
-    """Return the reason why the topology cannot be hierarchical; "" if they are."""
-    if scale_block is None:
-        return "a hierarchical topology needs a scale_block, not None (one scale for all ranks): give scale_block=4096."
-    if not communicator.has_parts:
-        return f"a hierarchical topology needs part(), which {type(communicator).__name__} does not have."
-    return ""
 
 
 def _warn(communicator: Communicator, reason: str) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 
-from hf_compressopt.collectives.communicator import Communicator, Handle, Traffic
+from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.mpi import MpiCommunicator
 
 # torch 2.13 renamed it, and warns of the old name
@@ -58,8 +58,6 @@ def _splitting_nothing() -> Iterator[None]:
 
 class TorchCommunicator(Communicator):
     """A torch.distributed process group, or one rank alone if torch.distributed is not in use."""
-
-    has_parts = True
 
     def __init__(
         self,
@@ -136,12 +134,11 @@ class TorchCommunicator(Communicator):
         found.device = torch.device("cuda", torch.cuda.current_device())
         return found
 
-    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
+    def _all_reduce(self, tensor: Tensor, op: str) -> Callable[[], Any]:
         if self.world_size == 1:
-            return Handle(lambda: None, "all_reduce", self.traffic)
-        self._count_all_reduce(tensor)
-        work = dist.all_reduce(tensor, _OPS[op], group=self.process_group, async_op=True)
-        return self._handle(work, "all_reduce")
+            return lambda: None
+        work: Any = dist.all_reduce(tensor, _OPS[op], group=self.process_group, async_op=True)
+        return work.wait  # type: ignore[no-any-return]
 
     def all_reduce_future(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
         """Start summing ``tensor`` over the ranks in place; the future's value is the tensor. For DDP hooks."""
@@ -150,32 +147,30 @@ class TorchCommunicator(Communicator):
         future = cast("dist.Work", work).get_future()
         return cast("torch.futures.Future[Tensor]", future.then(lambda done: done.value()[0]))
 
-    def all_to_all(
-        self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> Handle:
-        size, count = inputs.element_size(), inputs.numel()
-        self.traffic.sent("all_to_all", (count - input_splits[self.rank]) * size)
-        if self._sends_apart(inputs):
-            if 0 < count * size <= _SMALL:
-                splits = list(output_splits), list(input_splits)
-                return self._handle(self._group.alltoall_base(output, inputs, *splits), "all_to_all")
-            parts = torch.split(output, list(output_splits)), torch.split(inputs, list(input_splits))
-            return self._exchange(*parts, "all_to_all")
-        work = dist.all_to_all_single(
-            output, inputs, list(output_splits), list(input_splits), group=self.process_group, async_op=True
-        )
-        return self._handle(work, "all_to_all")
+    def _all_to_all(
+        self, output: Tensor, inputs: Tensor, output_splits: list[int], input_splits: list[int]
+    ) -> Callable[[], Any]:
+        work: Any
+        if not self._sends_apart(inputs):
+            work = dist.all_to_all_single(
+                output, inputs, output_splits, input_splits, group=self.process_group, async_op=True
+            )
+        elif 0 < inputs.nbytes <= _SMALL:
+            work = self._group.alltoall_base(output, inputs, output_splits, input_splits)
+        else:
+            return self._exchange(torch.split(output, output_splits), torch.split(inputs, input_splits), "all_to_all")
+        return work.wait  # type: ignore[no-any-return]
 
-    def all_gather(self, output: Tensor, part: Tensor) -> Handle:
-        nbytes = part.numel() * part.element_size()
-        self.traffic.sent("all_gather", (self.world_size - 1) * nbytes)
-        if self._sends_apart(part):
-            if 0 < nbytes <= _SMALL:
-                return self._handle(self._group._allgather_base(output, part), "all_gather")
+    def _all_gather(self, output: Tensor, part: Tensor) -> Callable[[], Any]:
+        work: Any
+        if not self._sends_apart(part):
+            work = _all_gather_single(output, part, group=self.process_group, async_op=True)
+        elif 0 < part.nbytes <= _SMALL:
+            work = self._group._allgather_base(output, part)
+        else:
             places = torch.split(output, [part.numel()] * self.world_size)
             return self._exchange(places, [part] * self.world_size, "all_gather")
-        work = _all_gather_single(output, part, group=self.process_group, async_op=True)
-        return self._handle(work, "all_gather")
+        return work.wait  # type: ignore[no-any-return]
 
     def _broadcast(self, data: Tensor) -> None:
         self._group.broadcast(data, 0).wait()
@@ -188,7 +183,7 @@ class TorchCommunicator(Communicator):
         """Return whether :meth:`_exchange` carries tensors like this one."""
         return self.name == "gloo" and tensor.device.type == "cpu"
 
-    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kind: str) -> Handle:
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kind: str) -> Callable[[], None]:
         """Start sending ``inputs[j]`` to rank j, and receiving its part for this rank into ``outputs[j]``.
 
         gloo announces a receive on the connection that carries data to that peer, and behind the data the announcement
@@ -201,7 +196,7 @@ class TorchCommunicator(Communicator):
             for work in started.result():
                 work.wait()
 
-        return Handle(wait, kind, self.traffic)
+        return wait
 
     def _start(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kind: str) -> list[dist.Work]:
         """Start all receives and then all sends, and copy this rank's own part."""
@@ -212,13 +207,6 @@ class TorchCommunicator(Communicator):
         if outputs[self.rank].data_ptr() != inputs[self.rank].data_ptr():
             outputs[self.rank].copy_(inputs[self.rank])
         return works
-
-    def _count_all_reduce(self, tensor: Tensor) -> None:
-        nbytes = tensor.numel() * tensor.element_size()
-        self.traffic.sent("all_reduce", 2 * (self.world_size - 1) * nbytes // self.world_size)
-
-    def _handle(self, work: Any, kind: str) -> Handle:
-        return Handle(work.wait, kind, self.traffic)
 
 
 class _Sender:
