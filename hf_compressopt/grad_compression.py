@@ -143,7 +143,6 @@ class GradientCompression:
         self._loss_scale = loss_scale or unscaled
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self.errors = GroupErrors(self.layout, self.communicator, device, compact=state == "compact", used=True)
-        self._new_errors: GroupErrors | None = None  # of the step under way
         self._rounds, self._buckets = GradientRounds(), list[IntegerBucket]()
         self._checked = False
         take_over(self.params, "GradientCompression")
@@ -163,7 +162,7 @@ class GradientCompression:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but what the next step makes anew."""
-        return self.__dict__ | {"_rounds": GradientRounds(), "_buckets": [], "_new_errors": None}
+        return self.__dict__ | {"_rounds": GradientRounds(), "_buckets": []}
 
     def _check_ranks(self) -> None:
         """Check once that all ranks have the same parameters and options; else a ValueError on all."""
@@ -280,17 +279,12 @@ class GradientCompression:
         if not self._buckets:
             rows = zip(self.layout.buckets, old, strict=True)
             self._buckets = [IntegerBucket(b, self.params, self.communicator, 0, e, self.bits) for b, e in rows]
-        if self._new_errors is None:
-            self._new_errors = self.errors.like()
-        for bucket, *errors in zip(self._buckets, old, self._new_errors.feedback, strict=True):
+        for bucket, *errors in zip(self._buckets, old, self.errors.pending.feedback, strict=True):
             (bucket.feedback, bucket.new), bucket.loss_scale = errors, scale
         self._rounds.begin(self._buckets)
 
     def _finish(self, not_finite: Collection[int]) -> None:
-        if self._new_errors is not None and not not_finite:
-            self.errors.swap(self._new_errors)
-        if self.communicator.device.type != "cpu":  # where memory is scarce, and new memory costs no time
-            self._new_errors = None
+        self.errors.end_step(bool(not_finite))
         self.skipped_steps += bool(not_finite)
         self.steps += 1
         self.traffic.end_step()

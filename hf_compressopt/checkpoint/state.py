@@ -235,7 +235,7 @@ class CompressionState(LowBitState):
         return {**super().header(), "bucket_numel": self._bucket_numel}
 
     def remake_errors(self) -> list[Callable[[], None]]:
-        self._gradients._new_errors, self._gradients._buckets = None, []
+        self._gradients._buckets = []
         return [errors.remake() for errors in self._errors]
 
     def _room(self, header: Header, entries: Mapping[str, TensorEntry]) -> list[GroupErrors]:

@@ -38,11 +38,6 @@ class GradientSync:
         self._others: tuple[list[Tensor], list[GradientBucket]] = ([], [])
         self._sends = self._reduces = self._early = False  # in the pass under way
 
-    @property
-    def reduce_grads(self) -> bool:
-        """True if the coming step needs averaged gradients."""
-        return not self.optimizers or any(optimizer.plan.reduce_grads for optimizer in self.optimizers)
-
     def bind(self, optimizers: Sequence[Any], loss_scale: Callable[[], float] | None = None) -> None:
         """Follow the plans of these optimizers, and count the bytes of the hook as the first one's."""
         self.optimizers, self.loss_scale = tuple(optimizers), loss_scale
@@ -168,7 +163,13 @@ def attach_ddp(
         named, ignored = model.module.named_parameters(), model.parameters_to_ignore
         averaged = [param for name, param in named if name not in ignored]
         sync = GradientSync(TorchCommunicator(model.process_group, device=device), params=averaged)
-        _register(model, sync)
+        try:
+            model.register_comm_hook(sync, ddp_hook)
+        except RuntimeError as error:
+            raise ValueError(
+                "a compressed optimizer needs DDP's communication hook for itself, but the model has one already: "
+                f"remove your own comm_hook ({error})"
+            ) from error
     sync.bind(optimizers, loss_scale)
     for optimizer in optimizers:
         optimizer.label_parameters(model.module.named_parameters())
@@ -179,16 +180,6 @@ def find_sync(model: DistributedDataParallel) -> GradientSync | None:
     """The state of the model's :func:`ddp_hook`, or None if the model has none."""
     registered: Iterable[tuple[Any, Any]] = model._comm_hooks
     return next((state for hook, state in registered if hook is ddp_hook), None)
-
-
-def _register(model: DistributedDataParallel, sync: GradientSync) -> None:
-    try:
-        model.register_comm_hook(sync, ddp_hook)
-    except RuntimeError as error:
-        raise ValueError(
-            "a compressed optimizer needs DDP's communication hook for itself, but the model has one already: remove "
-            f"your own comm_hook ({error})"
-        ) from error
 
 
 def check_owners(model: DistributedDataParallel, optimizers: Sequence[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,12 +47,13 @@ class GroupErrors:
 
     A single rank has none, except between the load of a checkpoint of more ranks and its first compressed step; those
     are float32 values. Averages that are not ``served`` to other ranks, those of a reduce-scatter, have no server
-    errors.
+    errors. New errors may lie in ``pending`` until it is known whether the step is taken.
     """
 
     worker: Tensor
     server: Tensor
     feedback: list[ErrorFeedback]
+    _pending: GroupErrors | None
 
     def __init__(
         self,
@@ -130,21 +132,34 @@ class GroupErrors:
         self._set(self.worker.to(device), self.server.to(device))
 
     def _set(self, worker: Tensor, server: Tensor) -> None:
-        self.worker, self.server = worker, server
+        self.worker, self.server, self._pending = worker, server, None
         self.feedback = self._by_bucket(worker, server)
 
-    def like(self) -> GroupErrors:
-        """Return errors of the same form, of any values."""
-        other = copy(self)
-        other._set(torch.empty_like(self.worker), torch.empty_like(self.server))
-        return other
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but what the next step makes anew."""
+        return self.__dict__ | {"_pending": None}
 
-    def swap(self, other: GroupErrors) -> None:
-        """Take the errors of another object of the same form, and give it these."""
-        for name in ("worker", "server", "feedback"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            setattr(self, name, theirs)
-            setattr(other, name, mine)
+    @property
+    def pending(self) -> GroupErrors:
+        """Memory for the errors of the step under way, which :meth:`end_step` takes over or drops."""
+        if self._pending is None:
+            new = copy(self)
+            new._set(torch.empty_like(self.worker), torch.empty_like(self.server))
+            self._pending = new
+        return self._pending
+
+    def end_step(self, dropped: bool | Tensor) -> None:
+        """Take over the pending errors unless the step is ``dropped``, bool or [] bool. No GPU is waited for."""
+        new = self.pending
+        if isinstance(dropped, Tensor) and dropped.device.type != "cpu":
+            self.worker.copy_(torch.where(dropped, self.worker, new.worker))
+            self.server.copy_(torch.where(dropped, self.server, new.server))
+        elif not dropped:
+            self.worker, new.worker = new.worker, self.worker
+            self.server, new.server = new.server, self.server
+            self.feedback, new.feedback = new.feedback, self.feedback
+        if self.worker.device.type != "cpu":  # where memory is scarce, and new memory costs no time
+            self._pending = None
 
     def copy_(self, worker: Tensor, server: Tensor) -> None:
         """Take over the values of two buffers, of either form."""

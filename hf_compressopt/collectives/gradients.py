@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _take_tensors
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
@@ -364,27 +365,14 @@ def _average(params: Sequence[Tensor], communicator: Communicator, rounds: Gradi
             rounds.add(p, p.grad)
         rounds.finish()
         return
-    for bucket in _buckets([p.grad for p in rows if p.grad is not None]):
+    alike = groupby([p.grad for p in rows if p.grad is not None], key=lambda grad: (grad.dtype, grad.device))
+    buckets = (_take_tensors(list(grads), _BUCKET_BYTES) for _, grads in alike)  # type: ignore[no-untyped-call]
+    for bucket in chain.from_iterable(buckets):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])  # [numel of the bucket]
         flat.mul_(1.0 / communicator.world_size)
         communicator.all_reduce(flat).wait()
         for grad, part in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
             grad.copy_(part.view(grad.shape))
-
-
-def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Consecutive gradients of one dtype and device, up to 25 MiB together."""
-    bucket: list[Tensor] = []
-    nbytes = 0
-    for grad in grads:
-        full = bucket and nbytes + grad.nbytes > _BUCKET_BYTES
-        if full or (bucket and (grad.dtype, grad.device) != (bucket[0].dtype, bucket[0].device)):
-            yield bucket
-            bucket, nbytes = [], 0
-        bucket.append(grad)
-        nbytes += grad.nbytes
-    if bucket:
-        yield bucket
 
 
 def average_group(

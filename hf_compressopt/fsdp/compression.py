@@ -91,9 +91,8 @@ class UnitErrors:
             self.layout = FlatLayout.build([unit.numel], bucket_numel)
         else:
             self.layout = rows_layout(unit.numel, bucket_numel, ranks.world_size)
-        # of the last pass whose gradients were finite, and of a pass under way, if it is ``used``
+        # of the last pass whose gradients were finite; ``used`` says that a pass under way has others, pending
         self.kept = GroupErrors(self.layout, ranks, unit.device, compact=compact, used=True, served=replicated)
-        self._pending: GroupErrors | None = None
         self.used = False
         self.waiting: Tensor | None = None  # gradients of earlier passes that have not been exchanged
 
@@ -110,10 +109,8 @@ class UnitErrors:
 
     def _buckets(self) -> Iterator[tuple[Bucket, ErrorFeedback, ErrorFeedback]]:
         """Return the buckets, and the old and the new errors of each."""
-        if self._pending is None:
-            self._pending = self.kept.like()
-        before, self.used = self._pending if self.used else self.kept, True
-        return zip(self.layout.buckets, before.feedback, self._pending.feedback, strict=True)
+        before, self.used = self.kept.pending if self.used else self.kept, True
+        return zip(self.layout.buckets, before.feedback, self.kept.pending.feedback, strict=True)
 
     def average(self, grads: Tensor, loss_scale: float) -> list[Tensor]:
         """Average the gradients of the unit over the replicas, and return what is not finite."""
@@ -151,14 +148,8 @@ class UnitErrors:
 
     def end_pass(self, dropped: Tensor) -> None:
         """Keep the errors of the pass unless it is ``dropped``, [] bool. The host does not wait for a GPU."""
-        if self.used and (pending := self._pending) is not None:
-            if self.unit.device.type == "cpu":  # where looking does not wait
-                if not dropped:
-                    self.kept.swap(pending)
-            else:
-                for kept, new in ((self.kept.worker, pending.worker), (self.kept.server, pending.server)):
-                    kept.copy_(torch.where(dropped, kept, new))
-                self._pending = None  # memory is scarce there, and new memory costs no time
+        if self.used:
+            self.kept.end_step(dropped)
         self.used = False
 
     def runs(self, values: tuple[Tensor, Tensor], own: int) -> Iterator[tuple[str, int, int, Tensor]]:
