@@ -17,10 +17,13 @@ from hf_compressopt.collectives.errors import keep_, values_of
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.format.index import NODE_SIZE, TensorEntry, name_by_place
 from hf_compressopt.format.plan import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
+from hf_compressopt.kernels import CompactErrors
 from hf_compressopt.optim.options import check_count, check_plain, check_ranks, group_from_plain, plain_group
+from hf_compressopt.zero.low_bit import SliceErrors
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import element_state, write_span
+from hf_compressopt.zero.reducer import SliceGradients
 from hf_compressopt.zero.state_dict import FUNCTIONAL, Row, check_header, header_of, load_header, rows_of, take_rows
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
@@ -189,71 +192,45 @@ class PlainState(State):
 
 
 class _Decoded:
-    """Stands for float32 errors of a parameter's elements, which are decoded when a save writes them."""
+    """Stands for some of a slice's errors, as float32, which are decoded when a save writes them."""
 
     dtype = torch.float32
 
-    def __init__(self, numel: int, decode: Callable[[], Tensor]) -> None:
-        self.shape, self.detach = (numel,), decode
+    def __init__(self, errors: CompactErrors, place: int, numel: int) -> None:
+        self.shape, self._errors, self._place = (numel,), errors, place
 
     def numel(self) -> int:
         return self.shape[0]
 
+    def detach(self) -> Tensor:
+        return values_of(self._errors)[self._place : self._place + self.numel()]
+
 
 def error_tensors(partition: PartitionedParameters, called: Sequence[str]) -> Iterator[StateTensor]:
-    return _described(partition, called, lambda *at: _Decoded(at[2] - at[1], partial(_errors_of, partition, *at)))
+    for gradients in partition.reducer.slices:
+        if gradients.errors is not None:
+            kept = gradients.errors.kept
+            yield from _errors_of_slice(partition, called, gradients, partial(_Decoded, kept))
 
 
-def _described(
-    partition: PartitionedParameters, called: Sequence[str], local: Callable[[int, int, int], Any]
+def _errors_of_slice(
+    partition: PartitionedParameters, called: Sequence[str], gradients: SliceGradients, local: Callable[[int, int], Any]
 ) -> Iterator[StateTensor]:
-    """Describe this rank's errors; ``local`` returns elements [start, stop) of a parameter's."""
+    """Describe this rank's errors of a slice; ``local`` returns some of them by their place and number."""
     everyone = partition.communicator
-    for number, ranges in _ranges(partition):
+    for number, rows in gradients.error_places.items():
         flat = partition.known[number].communicator.levels is None  # as in groups of only some ranks
         key = TensorKey(WORKER, called[number], rank=everyone.rank if flat else everyone.topology.node)
-        own: dict[str, Any] = {"of_each_rank": True, "node_size": everyone.topology.node_size}
-        for start, stop in ranges:
-            shape = tuple(partition.tensors[number].shape)
-            yield StateTensor.of(key, local(number, start, stop), shape, start, is_error=True, **own)
-
-
-def _ranges(partition: PartitionedParameters) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Yield the parameters that have errors on this rank, and of which elements [start, stop), in order."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for gradients in partition.reducer.slices:
-        for number, rows in gradients.error_places.items() if gradients.errors is not None else ():
-            found.setdefault(number, []).extend((span.start, span.stop) for _, span in rows)
-    for number, spans in sorted(found.items()):
-        joined: list[tuple[int, int]] = []
-        for start, stop in sorted(spans):
-            start = joined.pop()[0] if joined and joined[-1][1] == start else start
-            joined.append((start, stop))
-        yield number, joined
-
-
-def _errors_of(partition: PartitionedParameters, number: int, start: int, stop: int) -> Tensor:
-    error = torch.empty(stop - start, dtype=torch.float32, device=partition.tensors[number].device)
-    for gradients in partition.reducer.slices:
-        spans = [] if gradients.errors is None else gradients.error_places.get(number, [])
-        spans = [(begin, span) for begin, span in spans if start <= span.start < stop]
-        if spans and gradients.errors is not None:
-            values = values_of(gradients.errors.kept)
-            for begin, span in spans:
-                error[span.start - start : span.stop - start] = values[begin : begin + span.numel]
-    return error
-
-
-def _take_errors(partition: PartitionedParameters, rooms: Mapping[int, Tensor]) -> None:
-    for gradients in partition.reducer.slices:
-        if gradients.errors is None:
-            continue
-        values = torch.zeros(gradients.errors.kept.numel(), dtype=torch.float32, device="cpu")
-        for number, rows in gradients.error_places.items():
-            for begin, span in rows:
-                values[begin : begin + span.numel] = rooms[number][span.start : span.stop]
-        gradients.errors.drop()
-        keep_(gradients.errors.kept, values.to(gradients.errors.kept.device))
+        own: dict[str, Any] = {"of_each_rank": True, "node_size": everyone.topology.node_size, "is_error": True}
+        runs: list[tuple[int, int, int]] = []  # first element, place and number of what is one piece in both
+        for begin, span in sorted(rows, key=lambda row: row[1].start):
+            start, place, numel = runs.pop() if runs else (span.start, begin, 0)
+            if (start + numel, place + numel) != (span.start, begin):
+                runs.append((start, place, numel))
+                start, place, numel = span.start, begin, 0
+            runs.append((start, place, numel + span.numel))
+        for start, place, numel in runs:
+            yield StateTensor.of(key, local(place, numel), tuple(partition.tensors[number].shape), start, **own)
 
 
 # -- inside a ZeroOptimizer -------------------------------------------------------------------------------------------
@@ -337,20 +314,20 @@ class PartitionedState(State):
         rows: list[Row] = [(bucket, part, {"state": {}}) for bucket, part in partition.parts()]
         staged = list(self._staged(rows, called, header, entries))
         wanted = [tensor for _, tensor in staged]
-        errors: dict[int, Tensor] = {}
-
-        def room(number: int, start: int, stop: int) -> Tensor:
-            if number not in errors:
-                errors[number] = torch.zeros(partition.tensors[number].numel(), dtype=torch.float32, device="cpu")
-            return errors[number][start:stop]
-
-        ranks = range(int(header.values["world_size"]))
-        for error in _described(partition, called, room):
-            if any(str(error.key.of_rank(rank)) in entries for rank in ranks):  # others become zero
-                wanted.append(error)
+        ranks, loaded = range(int(header.values["world_size"])), list[tuple[SliceErrors, Tensor]]()
+        for gradients in partition.reducer.slices:
+            if gradients.errors is None:
+                continue
+            values = torch.zeros(gradients.errors.kept.numel(), dtype=torch.float32, device="cpu")
+            loaded.append((gradients.errors, values))
+            for error in _errors_of_slice(partition, called, gradients, partial(values.narrow, 0)):
+                if any(str(error.key.of_rank(rank)) in entries for rank in ranks):  # others become zero
+                    wanted.append(error)
 
         def commit() -> None:
-            _take_errors(partition, errors)
+            for errors, values in loaded:
+                errors.drop()
+                keep_(errors.kept, values.to(errors.kept.device))
             for (_, part, row), tensor in staged:
                 key, local = tensor.key, tensor.local
                 if key.kind in (MASTER, REPLICA):

@@ -18,8 +18,7 @@ import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from math import prod
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +40,7 @@ from hf_compressopt.format.index import (
     name_by_place,
 )
 from hf_compressopt.format.plan import MASTER
-from hf_compressopt.format.shards import ShardFiles, progress, publish, temporary_name, write_shard
+from hf_compressopt.format.shards import ShardFiles, durable_file, progress, temporary_name, write_shard
 from hf_compressopt.optim.options import check_at_least, check_betas
 from hf_compressopt.optim.state import STATE_KEY
 
@@ -111,7 +110,7 @@ def _write_safetensors(path: Path, view: AdamView, files: ShardFiles) -> None:
 
 
 def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
-    entries: dict[PendingTensor, Entry] = {}
+    entries: dict[Tensor, Entry] = {}
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
     count = 0
     for group, parameters in zip(view.param_groups, view.index.parameters, strict=True):
@@ -121,7 +120,7 @@ def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
         for number, parameter in zip(numbers, parameters, strict=True):
             for kind in (STEP, *MOMENTS, "max_exp_avg_sq"):
                 if (entry := view.found.get(f"{kind}/{parameter['name']}")) is not None:
-                    tensor = PendingTensor(getattr(torch, entry.dtype), entry.shape)
+                    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
                     packed["state"].setdefault(number, {})[kind] = tensor
                     entries[tensor] = entry
     write_torch_file(path, packed, lambda tensor: map(bytes_of, view.read_parts(entries[tensor], files)))
@@ -224,8 +223,7 @@ def _placeholder_of(row: dict[str, Any]) -> nn.Parameter:
     """Return a parameter that this state fits; without state, a frozen one."""
     if not row:
         return nn.Parameter(torch.empty(0), requires_grad=False)
-    missing = [name for name in (STEP, *MOMENTS) if name not in row]
-    if missing:
+    if not {STEP, *MOMENTS} <= row.keys():
         raise ValueError(f"the state of a parameter has {sorted(row)}, and must have step, exp_avg and exp_avg_sq")
     return _placeholder(row["exp_avg"].shape, row["exp_avg"].dtype)
 
@@ -301,49 +299,37 @@ def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-class PendingTensor:
-    """A tensor of a pickle whose bytes are written later; its dtype is a floating-point one of 16 bits or more."""
-
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.dtype, self.shape = dtype, shape
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a tensor of torch's: a view of a storage."""
-        stride = [1]
-        for size in reversed(self.shape[1:]):
-            stride.append(stride[-1] * max(size, 1))
-        strides = tuple(reversed(stride)) if self.shape else ()
-        arguments: tuple[Any, ...] = (_Storage(self), 0, self.shape, strides, False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, arguments
-
-
 class _Storage(NamedTuple):
-    tensor: PendingTensor
+    tensor: Tensor
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler of protocol 2, which torch.load(weights_only=True) reads."""
+    """Pickle tensors of the meta device as torch.save pickles those of the CPU."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=2)
-        self.tensors: list[PendingTensor] = []
+        super().__init__(file, protocol=2)  # which torch.load(weights_only=True) reads
+        self.tensors: list[Tensor] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        view: tuple[Any, ...] = _Storage(obj), 0, tuple(obj.shape), obj.stride(), False, OrderedDict()
+        return torch._utils._rebuild_tensor_v2, view
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
         self.tensors.append(obj.tensor)
-        tensor = obj.tensor
-        return "storage", _STORAGES[tensor.dtype], str(len(self.tensors) - 1), "cpu", prod(tensor.shape)
+        return "storage", _STORAGES[obj.tensor.dtype], str(len(self.tensors) - 1), "cpu", obj.tensor.numel()
 
 
-def write_torch_file(
-    path: Path, contents: Any, parts_of: Callable[[PendingTensor], Iterable[bytes | memoryview]]
-) -> None:
-    """Write a file for torch.load, durably: a zip of a pickle, and of the bytes of each storage, part by part."""
+def write_torch_file(path: Path, contents: Any, parts_of: Callable[[Tensor], Iterable[memoryview]]) -> None:
+    """Write a file for torch.load, durably: a zip of a pickle, and of the bytes of each storage, part by part.
+
+    The tensors in ``contents`` are on the meta device; ``parts_of`` returns the bytes of one.
+    """
     pickler = _Pickler(buffer := io.BytesIO())
     pickler.dump(contents)
-    sizes = [prod(tensor.shape) * tensor.dtype.itemsize for tensor in pickler.tensors]
-    temporary = temporary_name(path)
 
     def record(name: str, nbytes: int, parts: Iterable[bytes | memoryview]) -> None:
         """Write an entry. An extra field in its header makes the bytes begin at a multiple of the alignment."""
@@ -357,22 +343,13 @@ def write_torch_file(
                 entry.write(part)
                 advance(len(part))
 
-    try:
-        with (
-            open(temporary, "xb") as file,
-            zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
-            progress(path.name, sum(sizes)) as advance,
-        ):
-            for name, data in (("data.pkl", buffer.getvalue()), ("byteorder", sys.byteorder.encode())):
-                record(name, len(data), [data])
-            for number, (tensor, nbytes) in enumerate(zip(pickler.tensors, sizes, strict=True)):
-                record(f"data/{number}", nbytes, parts_of(tensor))
-            record("version", 2, [b"3\n"])
-            archive.close()
-            file.flush()
-            os.fsync(file.fileno())
-        publish(temporary, path)
-    except BaseException:
-        with suppress(OSError):  # the error that led here is the one to tell
-            temporary.unlink(missing_ok=True)
-        raise
+    with (
+        durable_file(temporary_name(path), final=path) as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+        progress(path.name, sum(tensor.nbytes for tensor in pickler.tensors)) as advance,
+    ):
+        for name, data in (("data.pkl", buffer.getvalue()), ("byteorder", sys.byteorder.encode())):
+            record(name, len(data), [data])
+        for number, tensor in enumerate(pickler.tensors):
+            record(f"data/{number}", tensor.nbytes, parts_of(tensor))
+        record("version", 2, [b"3\n"])

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from hf_compressopt.format.index import (
     BLOCK_BYTES,
@@ -63,13 +63,6 @@ class StoredTensor(NamedTuple):
         return cls(dtype, shape, start + begin, start + end)
 
 
-def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("its header has a name twice")
-    return found
-
-
 class ShardFile:
     """A shard that is open for reading, with the metadata of its header, and its tensors by key."""
 
@@ -99,7 +92,7 @@ class ShardFile:
                 f"its header of {length} bytes is longer than {HEADER_CAP} bytes or than the file, which has {size}"
             )
         text = bytearray(length)
-        header = json.loads(text[: self._fill(8, memoryview(text))], object_pairs_hook=_without_doubles)
+        header = json.loads(text[: self._fill(8, memoryview(text))])
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict):
             raise ValueError("its metadata is not an object")
@@ -243,57 +236,47 @@ def write_shard(
     unknown = sorted({dtype for dtype, _ in tensors.values()} - DTYPES.keys())
     if unknown:
         raise ValueError(f"{path}: safetensors has no dtype {unknown[0]!r}; legal are {sorted(DTYPES)}")
-    keys = sorted(tensors, key=lambda key: -DTYPES[tensors[key][0]][1])  # so that all are aligned
-    sizes = {key: prod(tensors[key][1]) * DTYPES[tensors[key][0]][1] for key in keys}
-    header = _header({key: tensors[key] for key in keys}, sizes, metadata)
-    size, checksums = len(header) + sum(sizes.values()), {}
-    aside = temporary or temporary_name(path)
-    flags = os.O_WRONLY | os.O_CREAT | NO_LINKS | (os.O_EXCL if temporary is None else os.O_TRUNC)
-    descriptor = os.open(aside, flags, 0o666)
-    try:
-        _allocate(descriptor, size)  # a full disk is met before anything is written
-        _write_all(descriptor, header)
+    header: dict[str, Any] = {}
+    end, checksums = 0, {}
+    for key in sorted(tensors, key=lambda key: -DTYPES[tensors[key][0]][1]):  # so that all are aligned
+        dtype, shape = tensors[key]
+        start, end = end, end + prod(shape) * DTYPES[dtype][1]
+        header[key] = {"dtype": DTYPES[dtype][0], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps({"__metadata__": dict(metadata), **header}, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_CAP:
+        raise ValueError(f"{len(tensors)} tensors make a header of {len(text)} bytes; at most {HEADER_CAP} are legal")
+    size = 8 + len(text) + end
+    with durable_file(temporary or temporary_name(path), "wb" if temporary else "xb", final=path) as file:
+        _allocate(file, size)  # a full disk is met before anything is written
+        file.write(len(text).to_bytes(8, "little") + text)
         with progress(f"{doing} {path.name}".strip(), size, shown=shown) as advance:
-            for key in keys:
-                checksums[key] = tuple(_write_blocks(descriptor, sizes[key], parts_of(key), advance))
-        os.fsync(descriptor)
-        whole, descriptor = descriptor, -1  # it is gone even if the close fails
-        os.close(whole)
-        publish(aside, path)
-    except BaseException as error:
-        with suppress(OSError):  # the error that led here is the one to tell
-            if descriptor >= 0:
-                os.close(descriptor)
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            raise OSError(error.errno, error.strerror, str(aside)) from None
-        raise
+            for key, entry in header.items():
+                start, end = entry["data_offsets"]
+                checksums[key] = tuple(_write_blocks(file, end - start, parts_of(key), advance))
     return size, checksums
 
 
-def _allocate(descriptor: int, size: int) -> None:
-    allocate = getattr(os, "posix_fallocate", None)  # macOS and Windows have none
+def _allocate(file: BinaryIO, size: int) -> None:
     try:
-        if allocate is not None:
-            allocate(descriptor, 0, size)
+        if allocate := getattr(os, "posix_fallocate", None):  # macOS and Windows have none
+            allocate(file.fileno(), 0, size)
     except OSError as error:
         if error.errno not in _CANNOT_ALLOCATE:
             raise
 
 
 def _write_blocks(
-    descriptor: int, nbytes: int, parts: Iterable[Bytes], advance: Callable[[int], object]
+    file: BinaryIO, nbytes: int, parts: Iterable[Bytes], advance: Callable[[int], object]
 ) -> Iterator[str]:
     """Write the bytes of a tensor, and yield the checksum of each block."""
     checksum, done = checksum_of(), 0
     for part in parts:
         rest = memoryview(part)
-        rest = rest.cast("B") if rest.nbytes else rest[:0]
         while rest:
             block = rest[: BLOCK_BYTES - done % BLOCK_BYTES]
             checksum.update(block)
-            _write_all(descriptor, block)
+            file.write(block)
             done += len(block)
             if done % BLOCK_BYTES == 0 or done == nbytes:
                 yield checksum.hexdigest()
@@ -302,6 +285,27 @@ def _write_blocks(
             advance(len(block))
     if done != nbytes:
         raise ValueError(f"{done} bytes were given for a tensor of {nbytes}")
+
+
+@contextmanager
+def durable_file(path: Path, mode: str = "xb", *, final: Path | None = None) -> Iterator[BinaryIO]:
+    """Open a file to be written; after the block its bytes are on the disk, and its name is ``final``.
+
+    An error in the block removes the file, and a file that was called ``final`` before is as it was.
+    """
+    try:
+        with open(path, mode, opener=lambda path, flags: os.open(path, flags | NO_LINKS, 0o666)) as file:
+            yield file  # type: ignore[misc]
+            file.flush()
+            os.fsync(file.fileno())
+        if final is not None:
+            publish(path, final)
+    except BaseException as error:
+        with suppress(OSError):  # the error that led here is the one to tell
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
 
 
 def temporary_name(path: Path) -> Path:
@@ -321,14 +325,8 @@ def write_aside(path: Path, data: bytes) -> Path:
     """Write a small file durably under the name that it has before :func:`publish`, and return that name."""
     temporary = path.with_suffix(".tmp")
     temporary.unlink(missing_ok=True)  # it may be a link to any file
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with durable_file(temporary) as file:
+        file.write(data)
     return temporary
 
 
@@ -344,28 +342,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _header(
-    tensors: Mapping[str, tuple[str, Sequence[int]]], sizes: Mapping[str, int], metadata: Mapping[str, str]
-) -> bytes:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for key, (dtype, shape) in tensors.items():
-        end = offset + sizes[key]
-        header[key] = {"dtype": DTYPES[dtype][0], "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > HEADER_CAP:
-        raise ValueError(f"{len(tensors)} tensors make a header of {len(text)} bytes; at most {HEADER_CAP} are legal")
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write_all(descriptor: int, data: Bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_compressopt import load_state, save_state
 from hf_compressopt.checkpoint.partitioned import PlainState
-from hf_compressopt.checkpoint.portable import PendingTensor, consolidate, write_torch_file
+from hf_compressopt.checkpoint.portable import consolidate, write_torch_file
 from hf_compressopt.format import shards
 from hf_compressopt.format.index import BLOCK_BYTES, DTYPES, CheckpointError, CheckpointIndex, Piece, Shard, TensorEntry
 from hf_compressopt.format.shards import ShardFile, write_shard
@@ -103,7 +103,7 @@ def entry(begin: Any, end: Any, dtype: Any = "F32", shape: Any = (1,)) -> dict[s
         (shard(b"[" * 100_000), "not readable as safetensors"),
         (shard([]), "not readable as safetensors"),
         (shard({"__metadata__": 3, "a": entry(0, 8)}), "its metadata is not an object"),
-        (shard(b'{"a": 1, "a": 1}'), "has a name twice"),
+        (shard(b'{"a": 1, "a": 1}'), "not readable as safetensors"),
         (shard({"a": entry(0, 4), "b": entry(0, 4)}), "overlap others or leave a gap"),
         (shard({"a": entry(4, 8)}), "overlap others or leave a gap"),
         (shard({"a": entry(0, 4)}), "its tensors end at byte"),
@@ -129,7 +129,7 @@ def test_more_shards_than_a_process_may_open_files_are_read(tmp_path: Path) -> N
         shard = tmp_path / f"shard{rank}"
         parts = {f"{kind}/p@{rank}": ("float32", (1,)) for kind in pieces}
         step = {"scalar:step/p": ("float32", ())} if rank == 0 else {}
-        value = torch.tensor([float(rank)]).numpy().data
+        value = data_of(torch.tensor([float(rank)]))
         nbytes, sums = write_shard(shard, {**parts, **step}, {"save_id": "1"}, lambda _, value=value: [value])
         for kind in pieces:
             pieces[kind].append(Piece(rank, f"{kind}/p@{rank}", rank, rank + 1, sums[f"{kind}/p@{rank}"]))
@@ -254,16 +254,18 @@ def test_small_files_are_whole_or_as_they_were(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "index").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
 
 
+class Failing(io.FileIO):
+    """A file of a system that tells an error of the disk at the close."""
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            cannot_allocate(errno.EIO)
+
+
 def test_a_close_that_fails_leaves_no_file_and_tells_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    close = os.close
-
-    def fail(descriptor: int) -> None:
-        monkeypatch.undo()
-        close(descriptor)  # a descriptor is gone even so
-        cannot_allocate(errno.EIO)
-
-    monkeypatch.setattr(os, "close", fail)
-    with pytest.raises(OSError, match="Input/output"):
+    monkeypatch.setattr("builtins.open", lambda path, mode, opener: Failing(path, mode, opener=opener))
+    with pytest.raises(OSError, match="Input/output.*tmp"):
         write(tmp_path / "file", b"1")
     assert list(tmp_path.iterdir()) == []
 
@@ -283,7 +285,7 @@ def test_a_file_under_way_has_a_name_of_its_own_and_the_old_one_stays(suffix: st
 
     def write_one(data: Callable[[], bytes]) -> None:
         if suffix == ".pt":
-            write_torch_file(path, {"a": PendingTensor(torch.float32, (1,))}, lambda _: [data()])
+            write_torch_file(path, {"a": torch.empty(1, device="meta")}, lambda _: [data()])
         else:
             write_shard(path, {"a": ("float32", (1,))}, {}, lambda _: [data()])
 

@@ -134,7 +134,8 @@ def trained(model: Net) -> list[Tensor]:
 
 def errors_of(optimizer: ZeroOptimizer) -> list[Tensor]:
     names = [known.name for known in optimizer.partition.known]
-    return [tensor.local.detach() for tensor in error_tensors(optimizer.partition, names)]
+    found = sorted(error_tensors(optimizer.partition, names), key=lambda error: (error.key.owner, error.start))
+    return [torch.cat([error.local.detach() for error in found])] if found else []
 
 
 def continue_from(rank: int, world_size: int, options: dict[str, Any], load: str, save: str) -> tuple[Any, ...]:
