@@ -160,7 +160,6 @@ def _measure_step(arguments: argparse.Namespace, place: _Place, measured: dict[s
     """Fill in the number of parameters, and the seconds of a step, of the slowest rank."""
     if arguments.params is not None and arguments.compute_seconds is not None:
         return
-    everyone, dtype = place.everyone, getattr(torch, arguments.dtype)
 
     def step() -> tuple[float, float]:
         from hf_compressopt.integrations import step_time
@@ -178,14 +177,13 @@ def _measure_step(arguments: argparse.Namespace, place: _Place, measured: dict[s
         step_time.check_tokens(config, tokens)
         if place.device.type == "cpu":
             step_time.check_memory(size, place.local)
-        measured["step"] = {"params": size, "model": config.model_type, "batch_size": arguments.batch_size}
-        measured["step"]["tokens"] = tokens
-        whole = config, place.device, dtype, arguments.batch_size, tokens, place.local
+        whole = config, place.device, getattr(torch, arguments.dtype), arguments.batch_size, tokens, place.local
         found = step_time.time_step(*whole, adapters=arguments.trainable)
-        measured["step"]["at_once"] = found.at_once
+        told = {"params": size, "model": config.model_type, "batch_size": arguments.batch_size, "tokens": tokens}
+        measured["step"] = {**told, "at_once": found.at_once}
         return found.seconds, found.update
 
-    seconds, update = link.slowest(everyone.run_together(step, others=ValueError), everyone)
+    seconds, update = link.slowest(place.everyone.run_together(step, others=ValueError), place.everyone)
     if arguments.compute_seconds is None:
         arguments.compute_seconds = seconds
         if arguments.update_seconds is None:
@@ -213,27 +211,26 @@ def _measure_links(arguments: argparse.Namespace, place: _Place, measured: dict[
 
 
 def _link(channel: Communicator, place: _Place, shape: tuple[int, int], measured: dict[str, Any], name: str) -> Link:
+    """Measure a link by all collectives, and return the medians of their rates."""
     timings = link.measure(channel, place.everyone)
 
     def fit() -> dict[str, Link]:
         return {collective: link.fit(collective, *shape, rows) for collective, rows in timings.items()}
 
     links = place.everyone.run_together(fit, others=ValueError)
-    measured[name] = {
-        collective: {
-            **{key: None if value == math.inf else value for key, value in asdict(links[collective]).items()},
-            "times": [asdict(row) for row in rows],
-        }
-        for collective, rows in timings.items()
-    }
+    measured[name] = {}
+    for collective, rows in timings.items():
+        rates = {key: None if value == math.inf else value for key, value in asdict(links[collective]).items()}
+        measured[name][collective] = {**rates, "times": [asdict(row) for row in rows]}
     return link.middle(list(links.values()))
 
 
 def _facts(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any]) -> list[str]:
     """Lines on what was measured, and the command that predicts the same."""
+    kind = f"{arguments.dtype} {'trainable ' if arguments.trainable else ''}parameters"
     lines = [
         f"{place.ranks} ranks on {place.nodes} machine(s), {measured['backend']} on {measured['device']}; "
-        f"{arguments.params:,} {arguments.dtype} {'trainable ' if arguments.trainable else ''}parameters"
+        f"{arguments.params:,} {kind}"
     ]
     for name, title in (("link", "the link of a machine" if place.nodes > 1 else "the link"), ("local_link", "inside")):
         for collective, row in measured.get(name, {}).items():
@@ -244,32 +241,29 @@ def _facts(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any
         lines.append(f"measured topology=auto: {topology.described(*measured['topology'])}")
     if "memory_bandwidth" in measured:
         lines.append(f"measured memory of a rank: {measured['memory_bandwidth'] / 1e9:.3g} GB/s")
-    if "seconds" in measured.get("step", {}):
-        step = measured["step"]
-        whole = step["at_once"] == step["batch_size"]
-        part = "" if whole else f" ({step['at_once']} x {step['tokens']} at a time, for which there is memory)"
+    if step := measured.get("step"):
+        part = f" ({step['at_once']} x {step['tokens']} at a time, for which there is memory)"
         lines.append(
             f"measured a step of {step['params']:,} parameters ({step['model']}), {step['batch_size']} x "
-            f"{step['tokens']} tokens{part}: {step['seconds']:.4g} s, of which AdamW's update "
-            f"{step['update_seconds']:.3g} s"
+            f"{step['tokens']} tokens{part if step['at_once'] != step['batch_size'] else ''}: {step['seconds']:.4g} s, "
+            f"of which AdamW's update {step['update_seconds']:.3g} s"
         )
     return [*lines, f"to predict the same: {_estimate(arguments, place)}"]
 
 
 def _estimate(arguments: argparse.Namespace, place: _Place) -> str:
     """The command ``hf-compressopt estimate`` with these numbers."""
-    words = [f"hf-compressopt estimate --params {arguments.params} --nodes {place.nodes}"]
-    words.append(f"--gpus-per-node {place.local} --dtype {arguments.dtype} --steps {arguments.steps}")
+    options = {"params": arguments.params, "nodes": place.nodes, "gpus_per_node": place.local}
+    options |= {name: getattr(arguments, name) for name in ("dtype", "steps")}
     for name in ("bandwidth", "local_bandwidth", "memory_bandwidth", "host_bandwidth"):
-        value = getattr(arguments, name)
-        if value is not None and value < math.inf:
-            words.append(f"--{name.replace('_', '-')} {value / 1e9:.4g}GB/s")
+        rate = getattr(arguments, name)
+        options[name] = f"{rate / 1e9:.4g}GB/s" if rate and rate < math.inf else None
     for name in ("latency", "compute_seconds", "update_seconds"):
-        value = getattr(arguments, name)
-        if value:
-            words.append(f"--{name.replace('_', '-')} {value:.4g}")
-    words += ["--topology flat"] if arguments.topology == topology.FLAT else []
-    return " ".join(words + [f"--warmup-bits {arguments.warmup_bits}"] * (arguments.warmup_bits is not None))
+        options[name] = f"{getattr(arguments, name):.4g}" if getattr(arguments, name) else None
+    options["topology"] = topology.FLAT if arguments.topology == topology.FLAT else None
+    options["warmup_bits"] = arguments.warmup_bits
+    words = (f"--{name.replace('_', '-')} {value}" for name, value in options.items() if value is not None)
+    return " ".join(["hf-compressopt estimate", *words])
 
 
 def _gigabits(rate: float) -> str:

@@ -1,4 +1,4 @@
-"""The command ``hf-compressopt``, also ``python -m hf_compressopt.cli``."""
+"""The command ``hf-compressopt``, also ``python -m hf_compressopt.cli``. The docstring of a subcommand is its help."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import hf_compressopt
 from hf_compressopt.planner import estimate
-
-_FOLDER = "the folder: Trainer's checkpoint-<step>, or the one given to save_state"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,16 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # arguments and files may hold names that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    parser = argparse.ArgumentParser(prog="hf-compressopt", description=hf_compressopt.__doc__)
-    parser.add_argument("--version", action="version", version=hf_compressopt.__version__)
-    commands = parser.add_subparsers(required=True, metavar="command")
-    estimate.add_parser(commands)
-    for name, run, failed, help_line, description, options in _SUBCOMMANDS:
-        subparser = commands.add_parser(name, help=help_line, description=description)
-        for option, keywords in options.items():
-            subparser.add_argument(option, **keywords)
-        subparser.set_defaults(run=run, name=name, failed=failed)
-    arguments = parser.parse_args(argv)
+    arguments = _parser().parse_args(argv)
     try:
         with _as_one_process():
             code = int(arguments.run(arguments))
@@ -42,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:
-        if not getattr(arguments, "failed", 0):
+        if not arguments.failed:
             raise
         _complain(arguments.name, error)
         return int(arguments.failed)
@@ -60,7 +48,66 @@ def _as_one_process() -> Iterator[None]:
             os.environ["WORLD_SIZE"] = exported
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-compressopt", description=hf_compressopt.__doc__)
+    parser.add_argument("--version", action="version", version=hf_compressopt.__version__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], failed: int, text: str) -> argparse.ArgumentParser:
+        """Add a subcommand; ``failed`` is the exit code of a ValueError or OSError, 0 if none is expected."""
+        added = commands.add_parser(name, help=text, description=run.__doc__)
+        added.set_defaults(run=run, name=name, failed=failed)
+        return added
+
+    text = "estimate the memory of each optimizer and, for a given network, its bytes and time, and advise"
+    estimate.add_arguments(command("estimate", estimate.run, 2, text))
+
+    text = "print versions, native libraries, GPUs, communicators, and which kernels are in use"
+    env = command("env", _env, 0, text)
+    env.add_argument("--json", action="store_true", help="print JSON")
+
+    text = "test all kernels and each optimizer on this machine, and print one JSON for an issue"
+    selftest = command("selftest", _selftest, 0, text)
+    selftest.add_argument(
+        "--gpu", action="store_true", help="on the GPU; over NCCL where there are two, else over gloo"
+    )
+
+    text = "translate a DeepSpeed configuration into Trainer's flags and Accelerate's call"
+    translate = command("from-deepspeed", _from_deepspeed, 2, text)
+    translate.add_argument("config", help="ds_config.json, for DeepSpeed or, with auto values, for Transformers")
+    ranks = estimate.argument(partial(estimate.count, most=1e6))
+    translate.add_argument("--ranks", type=ranks, help="number of ranks, to divide a train_batch_size by")
+    text = "compute what DeepSpeed's optimizers did, except for their faults; the defaults here are better"
+    translate.add_argument("--same-arithmetic", action="store_true", help=text)
+    translate.add_argument("--json", action="store_true", help="print JSON")
+
+    folder = "the folder: Trainer's checkpoint-<step>, or the one given to save_state"
+    inspect = command("inspect", _inspect, 2, "list what a checkpoint holds, and check that it is complete")
+    inspect.add_argument("directory", help=folder)
+    inspect.add_argument("--prefix", type=_prefix, help="start of the file names (compressopt, compressopt_1, ...)")
+    inspect.add_argument("--verify", action="store_true", help="read every tensor and compare its checksums")
+    inspect.add_argument("--json", action="store_true", help="print JSON, with every tensor")
+
+    text = "write a checkpoint as one file with the state of torch.optim.AdamW"
+    consolidate = command("consolidate", _consolidate, 1, text)
+    consolidate.add_argument("directory", help=folder)
+    consolidate.add_argument("out", help="the file, .safetensors or .pt")
+    text = "start of the file names, if the folder holds several checkpoints"
+    consolidate.add_argument("--prefix", type=_prefix, help=text)
+    consolidate.add_argument("--force", action="store_true", help="replace OUT if it exists")
+
+    text = "write one file with the state of torch.optim.AdamW as a checkpoint"
+    import_file = command("import", _import, 1, text)
+    import_file.add_argument("source", help="the file: Trainer's optimizer.pt, or the output of consolidate")
+    import_file.add_argument("directory", help="the folder, created if missing")
+    text = "start of the file names (%(default)s)"
+    import_file.add_argument("--prefix", type=_prefix, default="compressopt", help=text)
+    import_file.add_argument("--force", action="store_true", help="replace an existing checkpoint")
+    return parser
+
+
 def _env(arguments: argparse.Namespace) -> int:
+    """Print the information to include in a bug report. Exit code 1 if something cannot work."""
     from hf_compressopt import environment
 
     facts = environment.collect()
@@ -69,6 +116,10 @@ def _env(arguments: argparse.Namespace) -> int:
 
 
 def _selftest(arguments: argparse.Namespace) -> int:
+    """Compare all native kernels with the reference at odd sizes and alignments, and train with each optimizer.
+
+    It trains on two processes. Exit code 0 if all is well, 1 if something differs, 2 if there is no GPU to test.
+    """
     from hf_compressopt import selftest
 
     try:
@@ -80,6 +131,10 @@ def _selftest(arguments: argparse.Namespace) -> int:
 
 
 def _from_deepspeed(arguments: argparse.Namespace) -> int:
+    """Translate every option of a DeepSpeed configuration.
+
+    Exit code 0 if each has a counterpart, 1 if one has none, 2 if the file is not a valid configuration.
+    """
     from hf_compressopt.integrations import deepspeed
 
     config = deepspeed.read_config(arguments.config)
@@ -89,6 +144,10 @@ def _from_deepspeed(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    """List the optimizers' checkpoints in a folder.
+
+    Exit code 0 if all are complete, 1 if one is damaged, 2 if there is none.
+    """
     from hf_compressopt.format import inspect
 
     found = inspect.collect(arguments.directory, prefix=arguments.prefix, verify=arguments.verify)
@@ -99,6 +158,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _consolidate(arguments: argparse.Namespace) -> int:
+    """Write the checkpoint of any number of ranks as one file, in little memory.
+
+    torch.load reads OUT.pt, for AdamW's load_state_dict. OUT.safetensors has the parameters' names. Exit code 0 if the
+    file is written, 1 if it cannot be, 2 if there is no checkpoint.
+    """
     from hf_compressopt.checkpoint import portable
 
     index = portable.find_index(arguments.directory, arguments.prefix)
@@ -110,6 +174,10 @@ def _consolidate(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
+    """Write a checkpoint that load_state of every optimizer here accepts.
+
+    Exit code 0 if it is written, 1 if it cannot be, 2 if there is no such file.
+    """
     from hf_compressopt.checkpoint import portable
 
     if not Path(arguments.source).is_file():
@@ -131,99 +199,6 @@ def _complain(command: str, what: object) -> int:
     text = "\n".join(map(printable, str(what).splitlines()))  # names in a file may hold terminal sequences
     print(f"hf-compressopt {command}: {text}", file=sys.stderr)
     return 2
-
-
-def _flag(text: str) -> dict[str, Any]:
-    return {"action": "store_true", "help": text}
-
-
-def _prefix_option(text: str, default: str | None = None) -> dict[str, Any]:
-    return {"type": _prefix, "default": default, "help": f"start of the file names{text}"}
-
-
-#: Name, what runs and returns the exit code, that of a ValueError or OSError (0: none is expected), help in the list,
-#: its own help, keyword arguments of ``add_argument``.
-_SUBCOMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], int], int, str, str, dict[str, dict[str, Any]]], ...] = (
-    (
-        "env",
-        _env,
-        0,
-        "print versions, native libraries, GPUs, communicators, and which kernels are in use",
-        "Print the information to include in a bug report. Exit code 1 if something cannot work.",
-        {"--json": _flag("print JSON")},
-    ),
-    (
-        "selftest",
-        _selftest,
-        0,
-        "test all kernels and each optimizer on this machine, and print one JSON for an issue",
-        "Compare all native kernels with the reference at odd sizes and alignments, and train with each optimizer on "
-        "two processes. Exit code 0 if all is well, 1 if something differs, 2 if there is no GPU to test.",
-        {"--gpu": _flag("on the GPU; over NCCL where there are two, else over gloo")},
-    ),
-    (
-        "from-deepspeed",
-        _from_deepspeed,
-        2,
-        "translate a DeepSpeed configuration into Trainer's flags and Accelerate's call",
-        "Translate every option of a DeepSpeed configuration. Exit code 0 if each has a counterpart, 1 if one has "
-        "none, 2 if the file is not a valid configuration.",
-        {
-            "config": {"help": "ds_config.json, for DeepSpeed or, with auto values, for Transformers"},
-            "--ranks": {
-                "type": estimate.argument(partial(estimate.count, most=1e6)),
-                "help": "number of ranks, to divide a train_batch_size by",
-            },
-            "--same-arithmetic": _flag(
-                "compute what DeepSpeed's optimizers did, except for their faults; the defaults here are better"
-            ),
-            "--json": _flag("print JSON"),
-        },
-    ),
-    (
-        "inspect",
-        _inspect,
-        2,
-        "list what a checkpoint holds, and check that it is complete",
-        "List the optimizers' checkpoints in a folder. Exit code 0 if all are complete, 1 if one is damaged, 2 if "
-        "there is none.",
-        {
-            "directory": {"help": _FOLDER},
-            "--prefix": _prefix_option(" (compressopt, compressopt_1, ...)"),
-            "--verify": _flag("read every tensor and compare its checksums"),
-            "--json": _flag("print JSON, with every tensor"),
-        },
-    ),
-    (
-        "consolidate",
-        _consolidate,
-        1,
-        "write a checkpoint as one file with the state of torch.optim.AdamW",
-        "Write the checkpoint of any number of ranks as one file, in little memory. torch.load reads OUT.pt, for "
-        "AdamW's load_state_dict. OUT.safetensors has the parameters' names. Exit code 0 if the file is written, 1 if "
-        "it cannot be, 2 if there is no checkpoint.",
-        {
-            "directory": {"help": _FOLDER},
-            "out": {"help": "the file, .safetensors or .pt"},
-            "--prefix": _prefix_option(", if the folder holds several checkpoints"),
-            "--force": _flag("replace OUT if it exists"),
-        },
-    ),
-    (
-        "import",
-        _import,
-        1,
-        "write one file with the state of torch.optim.AdamW as a checkpoint",
-        "Write a checkpoint that load_state of every optimizer here accepts. Exit code 0 if it is written, 1 if it "
-        "cannot be, 2 if there is no such file.",
-        {
-            "source": {"help": "the file: Trainer's optimizer.pt, or the output of consolidate"},
-            "directory": {"help": "the folder, created if missing"},
-            "--prefix": _prefix_option(" (%(default)s)", "compressopt"),
-            "--force": _flag("replace an existing checkpoint"),
-        },
-    ),
-)
 
 
 if __name__ == "__main__":

@@ -22,51 +22,44 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 def collect() -> dict[str, Any]:
     """Collect all facts, in values that JSON can hold."""
-    problems: list[str] = []
-    try:
-        importlib.import_module("torch")
-        has_torch = True
-    except (ImportError, OSError) as error:
-        problems.append(f"torch cannot be imported, and nothing works without it: {error}")
-        has_torch = False
-    return {
+    facts: dict[str, Any] = {
         "package": {"version": hf_compressopt.__version__, "path": str(Path(hf_compressopt.__file__).parent)},
         "python": {"version": platform.python_version(), "platform": platform.platform()},
         "packages": {name: _version(name) for name in _PACKAGES},
-        "libraries": {name: _library(name) for name in ("cpu", "cuda")} if has_torch else {},
-        "gpu": {"driver": _driver(), **(_gpus() if has_torch else {"cuda": None, "devices": []})},
-        "communicators": {"torch": _backends() if has_torch else [], "mpi": _mpi() if has_torch else None},
-        "kernels": _kernels(problems) if has_torch else None,
-        "problems": problems,
+        "libraries": {},
+        "gpu": {"driver": _driver(), "cuda": None, "devices": []},
+        "communicators": {"torch": [], "mpi": None},
+        "kernels": None,
+        "problems": [],
     }
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        facts["problems"].append(f"torch cannot be imported, and nothing works without it: {error}")
+        return facts
+    facts["libraries"] = {name: _library(name) for name in ("cpu", "cuda")}
+    facts["gpu"] |= {"cuda": torch.version.cuda, "devices": _gpus()}
+    facts["communicators"] = {"torch": _backends(), "mpi": _mpi()}
+    facts["kernels"] = _kernels(facts["problems"])
+    return facts
 
 
 def render(facts: dict[str, Any]) -> str:
     """Render the facts of :func:`collect` as text."""
-    gpu, kernels, mpi = facts["gpu"], facts["kernels"], facts["communicators"]["mpi"]
-    devices = {f"GPU {index}": text for index, text in enumerate(gpu["devices"])}
+    gpu, kernels, communicators = facts["gpu"], facts["kernels"], facts["communicators"]
+    devices = {f"GPU {index}": text for index, text in enumerate(gpu["devices"])} or {"devices": "none"}
+    python = f"{facts['python']['version']} on {facts['python']['platform']}"
+    backends, mpi = ", ".join(communicators["torch"]) or "none", _mpi_text(communicators["mpi"])
     sections = {
-        f"hf_compressopt {facts['package']['version']}": {
-            "path": facts["package"]["path"],
-            "python": f"{facts['python']['version']} on {facts['python']['platform']}",
-        },
+        f"hf_compressopt {facts['package']['version']}": {"path": facts["package"]["path"], "python": python},
         "packages": {name: version or "not installed" for name, version in facts["packages"].items()},
         "native libraries": {name: _library_text(library) for name, library in facts["libraries"].items()},
-        "GPU": {
-            "driver": gpu["driver"] or "none",
-            "torch's CUDA": gpu["cuda"] or "none",
-            **(devices or {"devices": "none"}),
-        },
-        "communicators": {
-            "torch": ", ".join(facts["communicators"]["torch"]) or "none",
-            "mpi": "none" if mpi is None else mpi.get("problem") or _mpi_text(mpi),
-        },
+        "GPU": {"driver": gpu["driver"] or "none", "torch's CUDA": gpu["cuda"] or "none", **devices},
+        "communicators": {"torch": backends, "mpi": mpi},
     }
     if kernels is not None:
-        sections[f"in use (HF_COMPRESSOPT_KERNELS={kernels['setting'] or 'not set'})"] = {
-            "CPU tensors": kernels["cpu"],
-            "CUDA tensors": kernels["cuda"],
-        }
+        in_use = {f"{name.upper()} tensors": kernels[name] for name in ("cpu", "cuda")}
+        sections[f"in use (HF_COMPRESSOPT_KERNELS={kernels['setting'] or 'not set'})"] = in_use
     lines = []
     for title, rows in sections.items():
         lines += [title, *(f"  {name:<14}{text}" for name, text in rows.items())]
@@ -117,14 +110,12 @@ def _driver() -> str | None:
     return f"{release[1]} ({text})" if release else text
 
 
-def _gpus() -> dict[str, Any]:
+def _gpus() -> list[str]:
     import torch
 
-    devices = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        about = torch.cuda.get_device_properties(index)
-        devices.append(f"{about.name}, sm_{about.major}{about.minor}, {about.total_memory / 2**30:.1f} GiB")
-    return {"cuda": torch.version.cuda, "devices": devices}
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = [torch.cuda.get_device_properties(index) for index in range(count)]
+    return [f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.1f} GiB" for gpu in found]
 
 
 def _backends() -> list[str]:
@@ -151,7 +142,9 @@ def _mpi() -> dict[str, Any] | None:
     return {"library": re.split(r"[,\n\0]", library)[0].strip(), "cuda_aware": has_cuda_support()}
 
 
-def _mpi_text(mpi: dict[str, Any]) -> str:
+def _mpi_text(mpi: dict[str, Any] | None) -> str:
+    if mpi is None or "problem" in mpi:
+        return mpi["problem"] if mpi else "none"
     return f"{mpi['library']}, {'CUDA-aware' if mpi['cuda_aware'] else 'through host buffers'}"
 
 

@@ -8,153 +8,18 @@ b = 2 f, since a backward pass has two products for each product of the forward 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from inspect import signature
-from typing import TypeVar
 
-from hf_compressopt.collectives.topology import AUTO, FLAT, TopologyOptions
+from hf_compressopt.collectives.topology import AUTO, FLAT
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES, bucket_numel_of
 from hf_compressopt.kernels import INTEGER_BITS, IntegerFormat, SignFormat
 from hf_compressopt.optim.base import CompressedOptimizer
-from hf_compressopt.optim.warmup import check_warmup_bits
 
 #: Share of a link's rate that payload reaches: TCP and Ethernet headers take 5 %, acknowledgements and gaps the rest.
 WIRE_EFFICIENCY = 0.9
 #: Share of the memory's bandwidth that the passes below reach, by docs/benchmarks.md (0.73 to 0.87).
 MEMORY_EFFICIENCY = 0.8
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The machines and their links. Rates are in bytes per second; infinity costs no time."""
-
-    nodes: int
-    gpus_per_node: int
-    bandwidth: float  # of a node's link, each way, shared by its ranks; not used with one node
-    local_bandwidth: float = 300e9  # of each rank to the others of its node, each way
-    memory_bandwidth: float = 2e12  # of a rank's memory; its share, if ranks share a processor
-    host_bandwidth: float = math.inf  # of a processor that moves messages between nodes while it computes; not of cards
-    latency: float = 20e-6  # seconds of one hop between nodes
-    topology: str = AUTO  # "flat", "hierarchical" or "auto", of compressed messages and of ZeRO
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "gpus_per_node"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an int >= 1, got {value!r}")
-        for name in ("bandwidth", "local_bandwidth", "memory_bandwidth", "host_bandwidth"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0 bytes per second, got {getattr(self, name)}")
-        if not 0 <= self.latency < math.inf:
-            raise ValueError(f"latency must be >= 0 seconds, got {self.latency}")
-        TopologyOptions(self.topology)  # it checks it
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.gpus_per_node
-
-    @property
-    def node_size(self) -> int:
-        """Ranks of a node that send one message together: 1 if the exchange is flat."""
-        return 1 if self.topology == FLAT or self.nodes == 1 else self.gpus_per_node
-
-    def pass_seconds(self, nbytes: float) -> float:
-        """Seconds that the kernels take to move this many bytes over a rank's memory."""
-        return nbytes / (self.memory_bandwidth * MEMORY_EFFICIENCY)
-
-
-_Step = TypeVar("_Step", bound="Step")
-
-
-@dataclass(frozen=True)
-class Step:
-    """A predicted step, or several: its time, bytes that a rank sends, bytes that leave a node over its link."""
-
-    seconds: float
-    sent: float
-    on_link: float
-
-    def __add__(self: _Step, other: Step) -> _Step:
-        return type(self)(*(a + b for a, b in zip(astuple(self), astuple(other), strict=False)))
-
-    def __mul__(self: _Step, count: float) -> _Step:
-        return type(self)(*(value * count for value in astuple(self)))
-
-
-@dataclass(frozen=True)
-class Message(Step):
-    """Cost of one collective, with the seconds of a processor."""
-
-    host: float
-
-
-def ring(cluster: Cluster, nbytes: float, passes: int, work: float = 0.0) -> Message:
-    """Cost of an all-reduce (``passes`` 2) or all-gather (1) of ``nbytes``, (1); ``work``: see :func:`_message`."""
-    count, several = cluster.ranks, cluster.nodes > 1
-    sent = passes * (count - 1) / count * nbytes
-    rates = [cluster.bandwidth] * several + [cluster.local_bandwidth] * (cluster.gpus_per_node > 1)
-    hops = passes * ((cluster.nodes if several else count) - 1)
-    wire = sent / (min(rates, default=math.inf) * WIRE_EFFICIENCY)
-    return _message(cluster, sent, sent * several, wire, hops, work)
-
-
-def all_to_all(cluster: Cluster, nbytes: float) -> Message:
-    """Cost of an all-to-all: every rank sends each other rank its part of ``nbytes``, (2)."""
-    count, local = cluster.ranks, cluster.gpus_per_node
-    on_link = local * (count - local) / count * nbytes
-    inside = (local - 1) / count * nbytes
-    wire = max(on_link / cluster.bandwidth, inside / cluster.local_bandwidth) / WIRE_EFFICIENCY
-    return _message(cluster, (count - 1) / count * nbytes, on_link, wire, int(count > 1), 0.0)
-
-
-def all_gather(cluster: Cluster, nbytes: float) -> Message:
-    """Cost of giving all ranks ``nbytes`` of parameters: a ring, or one inside the nodes and one between them."""
-    if cluster.node_size == 1:
-        return ring(cluster, nbytes, passes=1)
-    inside, between = _levels(cluster)
-    return _shared(ring(between, nbytes, passes=1), cluster) + ring(inside, nbytes, passes=1)
-
-
-def _levels(cluster: Cluster) -> tuple[Cluster, Cluster]:
-    """One node by itself, whose values no processor moves through a network, and the nodes as ranks."""
-    between = replace(cluster, gpus_per_node=1, host_bandwidth=cluster.node_size * cluster.host_bandwidth)
-    return replace(cluster, nodes=1, host_bandwidth=math.inf), between
-
-
-def _shared(message: Message, cluster: Cluster) -> Message:
-    """The cost of a node's message for one of the ranks that send it together."""
-    return replace(message, sent=message.sent / cluster.node_size)
-
-
-def _message(cluster: Cluster, sent: float, on_link: float, wire: float, hops: int, work: float) -> Message:
-    """Cost of a message; ``work`` is the host's sums in bytes, if these are more than the bytes sent."""
-    host = max(sent, work) / cluster.host_bandwidth
-    return Message(hops * cluster.latency + max(wire, host), sent, on_link, host)
-
-
-def one_phase(cluster: Cluster, values: float, nbytes: float) -> Message:
-    """Cost of sending each rank its part of a bucket in messages of ``nbytes`` in all; of ``values`` bytes as it is."""
-    if cluster.node_size == 1:
-        return all_to_all(cluster, nbytes)
-    inside, between = _levels(cluster)
-    return all_to_all(inside, values) + _shared(all_to_all(between, nbytes), cluster)
-
-
-def two_phases(cluster: Cluster, numel: int, nbytes: Sequence[int]) -> Message:
-    """Cost of the compressed all-reduce of a bucket."""
-    if len(nbytes) == 1:
-        return Message(0, 0, 0, 0)
-    gathered = len(nbytes) * nbytes[0]
-    if cluster.node_size == 1:
-        return all_to_all(cluster, sum(nbytes)) + ring(cluster, gathered, passes=1)
-    inside, between = _levels(cluster)
-    own = _shared(all_to_all(between, sum(nbytes)) + ring(between, gathered, passes=1), cluster)
-    return all_to_all(inside, FLOAT_BYTES * numel) + own + ring(inside, gathered, passes=1)
-
-
-# -- steps ------------------------------------------------------------------------------------------------------------
-
 #: Share of the backward pass in forward and backward.
 BACKWARD_SHARE = 2 / 3
 
@@ -187,6 +52,36 @@ ZERO_ONE_LOCAL = Passes(_NORM + 40, 12, 24)
 ONEBIT_LAMB = Passes(_NORM, 16, 40)
 
 
+# -- what is given ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines and their links. Rates are in bytes per second; infinity costs no time."""
+
+    nodes: int
+    gpus_per_node: int
+    bandwidth: float  # of a node's link, each way, shared by its ranks; not used with one node
+    local_bandwidth: float = 300e9  # of each rank to the others of its node, each way
+    memory_bandwidth: float = 2e12  # of a rank's memory; its share, if ranks share a processor
+    host_bandwidth: float = math.inf  # of a processor that moves messages between nodes while it computes; not of cards
+    latency: float = 20e-6  # seconds of one hop between nodes
+    topology: str = AUTO  # "flat", "hierarchical" or "auto", of compressed messages and of ZeRO
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of a node that send one message together: 1 if the exchange is flat."""
+        return 1 if self.topology == FLAT or self.nodes == 1 else self.gpus_per_node
+
+    def pass_seconds(self, nbytes: float) -> float:
+        """Seconds that the kernels take to move this many bytes over a rank's memory."""
+        return nbytes / (self.memory_bandwidth * MEMORY_EFFICIENCY)
+
+
 @dataclass(frozen=True)
 class Training:
     """The model that is trained, and the seconds of its step without communication."""
@@ -202,28 +97,85 @@ class Training:
     #: beside messages of a compressed optimizer's 4 or 8 ``warmup_bits``.
     in_full: int = 0
 
-    def __post_init__(self) -> None:
-        if not self.params >= 1:
-            raise ValueError(f"params must be >= 1, got {self.params}")
-        if not 0 <= self.in_full <= self.params:
-            raise ValueError(
-                f"in_full must be from 0 to params={self.params}, of which it is a part, got {self.in_full}"
-            )
-        if not 0 < self.compute_seconds < math.inf:
-            raise ValueError(f"compute_seconds must be > 0 and finite, got {self.compute_seconds}")
-        if not 0 <= (self.update_seconds or 0) < self.compute_seconds:
-            raise ValueError(
-                f"update_seconds must be >= 0 and less than compute_seconds={self.compute_seconds}, of which it is a "
-                f"part, got {self.update_seconds}"
-            )
-        bucket_numel_of(self.bucket_cap_mb)  # it checks it
-        check_warmup_bits(self.warmup_bits, None)
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """Cost of a step, of several, or of a message."""
+
+    seconds: float
+    sent: float  # bytes by a rank
+    on_link: float  # bytes that leave a node over its link
+    host: float = 0.0  # seconds of a processor that moves the bytes
+
+    def __add__(self, other: Step) -> Step:
+        return Step(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, count: float) -> Step:
+        return Step(*(value * count for value in astuple(self)))
 
 
 def average(steps: list[tuple[float, Step]]) -> Step:
+    """The mean of steps with these weights."""
     total = sum(weight for weight, _ in steps)
-    columns = zip(*(astuple(step * weight) for weight, step in steps), strict=True)
-    return Step(*(sum(column) / total for column in columns))
+    return sum((step * (weight / total) for weight, step in steps), Step(0.0, 0.0, 0.0))
+
+
+def ring(cluster: Cluster, nbytes: float, passes: int, work: float = 0.0) -> Step:
+    """Cost of an all-reduce (``passes`` 2) or all-gather (1) of ``nbytes``, (1); ``work``: see :func:`_message`."""
+    count, several = cluster.ranks, cluster.nodes > 1
+    sent = passes * (count - 1) / count * nbytes
+    rates = [cluster.bandwidth] * several + [cluster.local_bandwidth] * (cluster.gpus_per_node > 1)
+    hops = passes * ((cluster.nodes if several else count) - 1)
+    wire = sent / (min(rates, default=math.inf) * WIRE_EFFICIENCY)
+    return _message(cluster, sent, sent * several, wire, hops, work)
+
+
+def all_to_all(cluster: Cluster, nbytes: float) -> Step:
+    """Cost of an all-to-all: every rank sends each other rank its part of ``nbytes``, (2)."""
+    count, local = cluster.ranks, cluster.gpus_per_node
+    on_link = local * (count - local) / count * nbytes
+    inside = (local - 1) / count * nbytes
+    wire = max(on_link / cluster.bandwidth, inside / cluster.local_bandwidth) / WIRE_EFFICIENCY
+    return _message(cluster, (count - 1) / count * nbytes, on_link, wire, int(count > 1), 0.0)
+
+
+def _message(cluster: Cluster, sent: float, on_link: float, wire: float, hops: int, work: float) -> Step:
+    """Cost of a message; ``work`` is the host's sums in bytes, if these are more than the bytes sent."""
+    host = max(sent, work) / cluster.host_bandwidth
+    return Step(hops * cluster.latency + max(wire, host), sent, on_link, host)
+
+
+def scatter(cluster: Cluster, values: float, nbytes: float) -> Step:
+    """Cost of sending each rank its part of a bucket in messages of ``nbytes`` in all; of ``values`` bytes as it is."""
+    if cluster.node_size == 1:
+        return all_to_all(cluster, nbytes)
+    inside, between = _levels(cluster)
+    return all_to_all(inside, values) + _shared(all_to_all(between, nbytes), cluster)
+
+
+def all_gather(cluster: Cluster, nbytes: float) -> Step:
+    """Cost of giving all ranks the ``nbytes`` of all: a ring, or one inside the nodes and one between them."""
+    if cluster.node_size == 1:
+        return ring(cluster, nbytes, passes=1)
+    inside, between = _levels(cluster)
+    return _shared(ring(between, nbytes, passes=1), cluster) + ring(inside, nbytes, passes=1)
+
+
+def _levels(cluster: Cluster) -> tuple[Cluster, Cluster]:
+    """One node by itself, whose values no processor moves through a network, and the nodes as ranks."""
+    between = replace(cluster, gpus_per_node=1, host_bandwidth=cluster.node_size * cluster.host_bandwidth)
+    return replace(cluster, nodes=1, host_bandwidth=math.inf), between
+
+
+def _shared(message: Step, cluster: Cluster) -> Step:
+    """The cost of a node's message for one of the ranks that send it together."""
+    return replace(message, sent=message.sent / cluster.node_size)
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
 
 
 class Model:
@@ -232,7 +184,12 @@ class Model:
     def __init__(self, training: Training, cluster: Cluster) -> None:
         self.training, self.cluster = training, cluster
         given = training.update_seconds
-        self.update = cluster.pass_seconds(_FUSED_ADAM * training.params) if given is None else given
+        self.update = self._over_memory(_FUSED_ADAM) if given is None else given
+        if not 0 <= (given or 0) < training.compute_seconds:
+            raise ValueError(
+                f"update_seconds must be >= 0 and less than compute_seconds={training.compute_seconds}, of which it is "
+                f"a part, got {given}"
+            )
         if self.update >= training.compute_seconds:
             raise ValueError(
                 f"compute_seconds={training.compute_seconds} is less than the {self.update:.3g} s in which AdamW "
@@ -242,139 +199,137 @@ class Model:
         forward_backward = training.compute_seconds - self.update
         self.backward = BACKWARD_SHARE * forward_backward
         self.forward = forward_backward - self.backward
+        self.bucket = min(bucket_numel_of(training.bucket_cap_mb), training.params)  # elements, of float32 values
+        self.buckets = training.params / self.bucket
+        size = cluster.node_size  # if hierarchical, all values are written, those of the node read: bytes per parameter
+        self._node_passes = 0.0 if size == 1 else 2 * FLOAT_BYTES * (1 + 1 / size)
 
     def ddp(self, itemsize: int | None = None) -> Step:
         """A step of DDP with gradients of the parameters' dtype, or of ``itemsize`` bytes by a 16-bit hook, (3)."""
-        params, own = self.training.params, self.training.itemsize
+        own, ranks = self.training.itemsize, self.cluster.ranks
         sent_as = itemsize or own
-        casts = self.cluster.pass_seconds(_HALF_CASTS * params) if sent_as < own else 0.0
-        cap = self.training.bucket_cap_mb * BYTES_PER_MB
-        total = params * own
-        first, bucket = min(_FIRST_DDP_BUCKET, total), min(cap, total)
-        shrunk = sent_as / own
+        total = self.training.params * own
+        first, bucket = min(_FIRST_DDP_BUCKET, total), min(self.training.bucket_cap_mb * BYTES_PER_MB, total)
 
-        def reduce(nbytes: float) -> Message:
+        def reduce(nbytes: float) -> Step:
             # a processor adds two 16-bit values no faster than two float32 values
-            work = 2 * (self.cluster.ranks - 1) / self.cluster.ranks * nbytes * FLOAT_BYTES / own
-            return ring(self.cluster, nbytes * shrunk, passes=2, work=work)
+            work = 2 * (ranks - 1) / ranks * nbytes * FLOAT_BYTES / own
+            return ring(self.cluster, nbytes * sent_as / own, passes=2, work=work)
 
-        every = reduce(first) + reduce(bucket) * ((total - first) / bucket)
-        seconds = self._overlapped(first / total, every, reduce(bucket)) + casts + self.update
-        return Step(seconds, every.sent, every.on_link)
+        last = reduce(bucket)
+        every = reduce(first) + last * ((total - first) / bucket)
+        casts = self._over_memory(_HALF_CASTS) if sent_as < own else 0.0
+        return replace(every, seconds=self._overlapped(every, last, first_share=first / total) + casts + self.update)
 
     def zero(self) -> Step:
         """A step of ZeRO-1 or ZeRO-2 with one micro-batch: both send the same bytes."""
-        params, itemsize, count = self.training.params, self.training.itemsize, self.cluster.ranks
-        total = params * itemsize
-        bucket = min(self.training.bucket_cap_mb * BYTES_PER_MB / FLOAT_BYTES * itemsize, total)
-        one, number = one_phase(self.cluster, bucket, bucket), total / bucket
-        scatter, gather = one * number, all_gather(self.cluster, bucket) * number
-        passes = self.cluster.pass_seconds((_ZERO_PACKING + self._node_passes()) * params * itemsize / FLOAT_BYTES)
-        seconds = self._overlapped(bucket / total, scatter, one) + passes + self.update / count + gather.seconds
-        return Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link)
+        nbytes = self.bucket * self.training.itemsize
+        first, then = scatter(self.cluster, nbytes, nbytes), all_gather(self.cluster, nbytes)
+        packing = (_ZERO_PACKING + self._node_passes) * self.training.itemsize / FLOAT_BYTES
+        return self._partitioned(first, then, 0.0, packing)
 
     def zero_low_bit(self, bits: int) -> Step:
         """A step of ZeRO-2 with messages of 4 or 8 bits both ways: as (3), with the passes of (5)."""
-        params, count, grad, message = self.training.params, self.cluster.ranks, self.training.itemsize, bits / 8
-        bucket = self._float_bucket()
-        nbytes = sum(IntegerFormat(bits).chunk_nbytes(bucket, count))
-        one, number = one_phase(self.cluster, grad * bucket, nbytes), params / bucket
-        scatter, gather = one * number, all_gather(self.cluster, nbytes) * number
+        ranks, grad, message = self.cluster.ranks, self.training.itemsize, bits / 8
         # gradient -> slice; slice, 8-bit error -> message, error; all messages of a part -> mean
-        make = 3 * grad + 2 + 2 * message + FLOAT_BYTES / count + self._node_passes()
+        make = 3 * grad + 2 + 2 * message + FLOAT_BYTES / ranks + self._node_passes
         # of a part: master, parameter -> message; all messages, parameters -> parameters
-        apply = 2 * FLOAT_BYTES / count + message + 2 * grad
-        make, apply = (self.cluster.pass_seconds(nbytes * params) for nbytes in (make, apply))
-        seconds = self._overlapped(bucket / params, scatter, one, make) + self.update / count + gather.seconds + apply
-        return Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link)
+        apply = 2 * FLOAT_BYTES / ranks + message + 2 * grad
+        return self._partitioned(*self._phases(IntegerFormat(bits), grad), make, apply)
 
     def compressed(self, passes: Passes, *, early: bool = False) -> Step:
         """A step with a compressed message, (4); with ``early`` messages leave during backward, (5)."""
-        params, world_size, block = self.training.params, self.cluster.ranks, self.training.scale_block
-        bucket = self._float_bucket()
-        one = two_phases(self.cluster, bucket, SignFormat(block).chunk_nbytes(bucket, world_size))
-        messages = one * (params / bucket)
-        serve = 2 + 8 / world_size  # average this rank's share of all signs; read and write its error
-        make = passes.compress + self._node_passes() + serve
+        first, then = self._phases(SignFormat(self.training.scale_block))
+        bucket = first + then
+        messages = bucket * self.buckets
+        serve = 2 + 8 / self.cluster.ranks  # average this rank's share of all signs; read and write its error
+        make = passes.compress + self._node_passes + serve
         if early:
-            make, apply = (self.cluster.pass_seconds(nbytes * params) for nbytes in (make, passes.apply))
-            seconds = self._overlapped(bucket / params, messages, one, make) + apply
+            seconds = self._overlapped(messages, bucket, make) + self._over_memory(passes.apply)
         else:
-            seconds = self.alone(passes).seconds + self._pipelined((make + passes.apply) * params, messages)
-        return Step(seconds, messages.sent, messages.on_link)
+            seconds = self.alone(passes).seconds + self._pipelined(make + passes.apply, messages)
+        return replace(messages, seconds=seconds)
 
     def low_bit(self, bits: int, *, settled: bool = True) -> Step:
         """A step of DDP with gradients in messages of 4 or 8 bits, (5)."""
-        params, world_size, grad = self.training.params, self.cluster.ranks, self.training.itemsize
-        bucket, message = self._float_bucket(), bits / 8
-        one = two_phases(self.cluster, bucket, IntegerFormat(bits).chunk_nbytes(bucket, world_size))
-        every = one * (params / bucket)
+        ranks, grad, message = self.cluster.ranks, self.training.itemsize, bits / 8
+        first, then = self._phases(IntegerFormat(bits))
+        bucket = first + then
+        messages = bucket * self.buckets
         if settled:
             # gradient, error -> message, error; messages, server error -> message, server error; message -> gradient
-            make, finish = 2 * grad + 2 + 3 * message + 2 / world_size, 0.0
+            make, finish = 2 * grad + 2 + 3 * message + 2 / ranks, 0.0
         else:
             # gradient, error -> message; messages, server error -> message, new server error
-            make = grad + FLOAT_BYTES + 2 * message + 8 / world_size
+            make = grad + FLOAT_BYTES + 2 * message + 8 / ranks
             # gradient, error, both messages -> error, gradient; new server error -> server error
-            finish = 2 * grad + 2 * FLOAT_BYTES + 2 * message + 8 / world_size
-        work = self.cluster.pass_seconds((make + self._node_passes()) * params)
-        seconds = self._overlapped(bucket / params, every, one, work)
-        return Step(seconds + self.cluster.pass_seconds(finish * params) + self.update, every.sent, every.on_link)
+            finish = 2 * grad + 2 * FLOAT_BYTES + 2 * message + 8 / ranks
+        overlapped = self._overlapped(messages, bucket, make + self._node_passes)
+        return replace(messages, seconds=overlapped + self._over_memory(finish) + self.update)
 
     def averaged(self) -> Step:
         """A step of a compressed optimizer that averages gradients, in its warmup_bits."""
         bits = self.training.warmup_bits
-        if bits in INTEGER_BITS:
-            step, in_full = self.low_bit(bits, settled=False), self.training.in_full * self.training.itemsize
-            return step + ring(self.cluster, in_full, passes=2) if in_full else step
-        return self.ddp(min(bits // 8, self.training.itemsize))
+        if bits not in INTEGER_BITS:
+            return self.ddp(min(bits // 8, self.training.itemsize))
+        step, in_full = self.low_bit(bits, settled=False), self.training.in_full * self.training.itemsize
+        return step + ring(self.cluster, in_full, passes=2) if in_full else step
 
     def shared_out(self, *, early: bool = False) -> Step:
         """A step of a compressed optimizer's warmup stage with ``zero_stage``: (4), with messages of integers."""
-        params, ranks, bits = self.training.params, self.cluster.ranks, self.training.warmup_bits
-        bucket, message, grad = self._float_bucket(), bits / 8, self.training.itemsize
-        nbytes = IntegerFormat(bits).chunk_nbytes(bucket, ranks)
-        one, number = one_phase(self.cluster, FLOAT_BYTES * bucket, sum(nbytes)), params / bucket
-        scatter, gather = one * number, all_gather(self.cluster, ranks * nbytes[0]) * number
+        ranks, grad, message = self.cluster.ranks, self.training.itemsize, self.training.warmup_bits / 8
+        first, then = self._phases(IntegerFormat(self.training.warmup_bits))
+        scattered, gathered = first * self.buckets, then * self.buckets
         # gradient, error -> message, error; all messages of a chunk -> mean
-        make = (grad + 2 + 2 * message + FLOAT_BYTES / ranks + self._node_passes()) * params
-        apply = (message + 2 * grad) * params  # message, p -> p
-        seconds = self.update / ranks
+        make = grad + 2 + 2 * message + FLOAT_BYTES / ranks + self._node_passes
+        apply = message + 2 * grad  # message, p -> p
+        messages = scattered + gathered
         if early:
-            work = self.cluster.pass_seconds(make)
-            seconds += self._overlapped(bucket / params, scatter, one, work) + self._pipelined(apply, gather)
+            seconds = self._overlapped(scattered, first, make) + self._pipelined(apply, gathered)
         else:
-            seconds += self.forward + self.backward + self.cluster.pass_seconds(_NORM * params)
-            seconds += self._pipelined(make + apply, scatter + gather)
-        step = Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link)
+            seconds = self.forward + self.backward + self._over_memory(_NORM) + self._pipelined(make + apply, messages)
+        step = replace(messages, seconds=seconds + self.update / ranks)
         in_full = self.training.in_full * FLOAT_BYTES  # sent at the end of the step
         return step + all_to_all(self.cluster, in_full) if in_full else step
 
     def alone(self, passes: Passes) -> Step:
         """A step of 0/1 Adam between syncs."""
-        seconds = self.forward + self.backward + self.cluster.pass_seconds(passes.alone * self.training.params)
-        return Step(seconds, 0, 0)
+        return Step(self.forward + self.backward + self._over_memory(passes.alone), 0.0, 0.0)
 
     def local_steps(self, interval: int) -> Step:
         """The mean step of 0/1 Adam in local intervals of this length, of which one step has a sync."""
         return average([(1, self.compressed(ZERO_ONE_LOCAL)), (interval - 1, self.alone(ZERO_ONE_LOCAL))])
 
-    def _float_bucket(self) -> int:
-        """Elements of a bucket of float32 values."""
-        return min(bucket_numel_of(self.training.bucket_cap_mb), self.training.params)
+    def _phases(self, form: IntegerFormat | SignFormat, itemsize: int = FLOAT_BYTES) -> tuple[Step, Step]:
+        """Cost of the two phases of a bucket's exchange: messages to the servers, and theirs to all ranks.
 
-    def _node_passes(self) -> float:
-        """Bytes over memory per parameter if hierarchical: all values are written, those of the node read."""
-        size = self.cluster.node_size
-        return 0.0 if size == 1 else 2 * FLOAT_BYTES * (1 + 1 / size)
+        Inside a node values of ``itemsize`` bytes are sent.
+        """
+        nbytes = form.chunk_nbytes(self.bucket, self.cluster.ranks)
+        first = scatter(self.cluster, itemsize * self.bucket, sum(nbytes))
+        return first, all_gather(self.cluster, len(nbytes) * nbytes[0])
 
-    def _pipelined(self, nbytes: float, messages: Message) -> float:
-        """Seconds of passes over ``nbytes`` of memory that overlap with the messages of all buckets, as in (4)."""
-        moved, number = self.cluster.pass_seconds(nbytes), self.training.params / self._float_bucket()
-        wire = messages.seconds
-        return max(moved + messages.host, wire) + min(moved, wire) / max(1.0, number)
+    def _over_memory(self, nbytes: float) -> float:
+        """Seconds of passes over ``nbytes`` of memory per parameter."""
+        return self.cluster.pass_seconds(nbytes * self.training.params)
 
-    def _overlapped(self, first_share: float, messages: Message, last: Message, work: float = 0.0) -> float:
-        """Seconds of forward and backward, overlapped with the messages: (3) without the update; work is (5)'s P."""
-        backward = self.backward + messages.host + work
-        return self.forward + max(first_share * backward + messages.seconds, backward + last.seconds)
+    def _partitioned(self, first: Step, then: Step, make: float, apply: float) -> Step:
+        """A step of ZeRO from the two phases of a bucket's exchange, and bytes over memory per parameter."""
+        scattered, gathered = first * self.buckets, then * self.buckets
+        seconds = self._overlapped(scattered, first, make) + gathered.seconds
+        seconds += self._over_memory(apply) + self.update / self.cluster.ranks
+        return replace(scattered + gathered, seconds=seconds)
+
+    def _pipelined(self, nbytes: float, messages: Step) -> float:
+        """Seconds of passes over memory, bytes per parameter, that overlap with all buckets' messages, as in (4)."""
+        moved, wire = self._over_memory(nbytes), messages.seconds
+        return max(moved + messages.host, wire) + min(moved, wire) / self.buckets
+
+    def _overlapped(self, messages: Step, last: Step, make: float = 0.0, first_share: float | None = None) -> float:
+        """Seconds of forward and backward, overlapped with the messages of all buckets: (3) without the update.
+
+        ``make`` is (5)'s P in bytes per parameter; ``first_share`` of backward makes the first bucket ready.
+        """
+        share = 1 / self.buckets if first_share is None else first_share
+        backward = self.backward + messages.host + self._over_memory(make)
+        return self.forward + max(share * backward + messages.seconds, backward + last.seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -14,18 +15,10 @@ if TYPE_CHECKING:
 
 _Value = TypeVar("_Value")
 
+PARAMS_HELP = "number of trainable parameters: 350M, 7B, 124e6"
 _MOST_RANKS = 1_000_000
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
-_SCALES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
-_RATES = (1.0, 1e18)  # bytes per second
-_TIMES = (1e-12, 1e7)  # seconds
-_SMALLEST_MIB, _LARGEST_MIB = 4 / 2**20, 1e6  # one float32 value
-PARAMS_HELP = "number of trainable parameters: 350M, 7B, 124e6"
-_DESCRIPTION = (
-    "Estimate the memory of parameters, gradients and optimizer state on each rank. Activations and the framework's "
-    "own memory come on top. With --bandwidth and --compute-seconds, also predict the seconds of a step, by the model "
-    "of docs/dev/planner.md, rank the optimizers by the time of a run, and say which one to use."
-)
+_BITS_OR_BYTES = "[kmgtKMGT]?(bit|byte)(/s|ps)?|[kmgtKMGT]?[bB](/s|ps)|[kmgtKMGT]"
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
@@ -33,55 +26,48 @@ _DESCRIPTION = (
 def count(text: str, least: int = 1, most: float = 1e15) -> int:
     """A whole number from text: 8, 124e6, 350M, 7B."""
     legal = f"a whole number from {least} to {most:g}, such as 8, 124e6 or 350M"
-    found = re.fullmatch(r"(.*?)([kKmMgGbBtT]?)", text.strip())
-    value = _float(found[1], legal, text) * _PREFIXES[found[2].lower()] if found else -1
-    if not least <= value <= most or value != int(value):
-        raise ValueError(f"must be {legal}, got {text!r}")
+    digits, prefix = _split(text, "[kmgbtKMGBT]")
+    value = _number(digits, _PREFIXES[prefix.lower()], text, legal, least, most)
+    if value != int(value):
+        raise ValueError(f"must be {legal}; got {text!r}")
     return int(value)
 
 
 def mebibytes(text: str) -> float:
     """A size in MiB from text: 25, 0.5."""
-    legal = f"a number of MiB, at least one float32 value and at most {_LARGEST_MIB:g}"
-    value = _float(text, legal, text)
-    if not _SMALLEST_MIB <= value <= _LARGEST_MIB:
-        raise ValueError(f"must be {legal}, got {text!r}")
-    return value
+    return _number(text, 1, text, "a number of MiB, at least one float32 value and at most 1e6", 4 / 2**20, 1e6)
 
 
 def bandwidth(text: str) -> float:
     """Bytes per second from text: 10G, 25Gbit, 25Gbps, 100 Mbit/s, 3.1GB/s. Prefixes are powers of 1000."""
-    legal = "a number with a unit, such as 25Gbit, 25Gbps, 25G, 100Mbit/s (bits) or 3.1GB/s (bytes)"
-    found = re.fullmatch(r"(\S*?)\s*([kKmMgGtT]?)(bit|b|B|byte|)(/s|ps|)", text.strip())
-    if found is None or (found[3] in ("b", "B") and not found[4]) or not (found[3] or (found[2] and not found[4])):
-        raise ValueError(f"must be {legal}; got {text!r}")
-    scale = _PREFIXES[found[2].lower()] / (1 if found[3] in ("B", "byte") else 8)
-    return _scaled(found[1], scale, text, legal, _RATES, "bytes per second")
+    digits, unit = _split(text, _BITS_OR_BYTES)
+    prefix = unit[:1].lower() if unit[:1] in tuple("kmgtKMGT") else ""
+    scale = _PREFIXES[prefix] / (1 if "B" in unit or "byte" in unit else 8)
+    legal = "from 1 to 1e18 bytes/s, with a unit such as 25Gbit, 25Gbps, 25G, 100Mbit/s (bits) or 3.1GB/s (bytes)"
+    return _number(digits if unit else "", scale, text, legal, 1, 1e18)
 
 
 def seconds(text: str) -> float:
     """Seconds from text: 1.2, 1.2s, 350ms, 20us."""
-    legal = "a number of seconds, or with a unit: 1.2, 1.2s, 350ms, 20us"
-    found = re.fullmatch(r"(\S*?)\s*(s|ms|us|)", text.strip())
-    if found is None:
-        raise ValueError(f"must be {legal}; got {text!r}")
-    return _scaled(found[1], _SCALES[found[2]], text, legal, _TIMES, "seconds")
+    digits, unit = _split(text, "s|ms|us")
+    legal = "a number of seconds from 1e-12 to 1e7, or with a unit: 1.2, 1.2s, 350ms, 20us"
+    return _number(digits, {"ms": 1e-3, "us": 1e-6}.get(unit, 1), text, legal, 1e-12, 1e7)
 
 
-def _scaled(digits: str, scale: float, text: str, legal: str, bounds: tuple[float, float], unit: str) -> float:
-    value = _float(digits, legal, text)
-    if not 0 < value < float("inf"):
-        raise ValueError(f"must be above zero and finite, {legal}; got {text!r}")
-    if not bounds[0] <= value * scale <= bounds[1]:
-        raise ValueError(f"must be from {bounds[0]:g} to {bounds[1]:g} {unit}, got {text!r}")
-    return value * scale
+def _split(text: str, unit: str) -> tuple[str, str]:
+    """Return what stands before a unit at the end, and the unit, which may be missing; ``unit`` is its pattern."""
+    digits = re.sub(rf"\s*({unit})$", "", text.strip())
+    return digits, text.strip().removeprefix(digits).strip()
 
 
-def _float(digits: str, legal: str, text: str) -> float:
+def _number(digits: str, scale: float, text: str, legal: str, least: float, most: float) -> float:
     try:
-        return float(digits)
+        value = float(digits) * scale
     except ValueError:
-        raise ValueError(f"must be {legal}; got {text!r}") from None
+        value = math.nan
+    if not least <= value <= most:
+        raise ValueError(f"must be {legal}; got {text!r}")
+    return value
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -99,12 +85,7 @@ def argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
     return parsed
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "estimate",
-        help="estimate the memory of each optimizer and, for a given network, its bytes and time, and advise",
-        description=_DESCRIPTION,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     ranks = argument(partial(count, most=_MOST_RANKS))
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--params", type=argument(count), help=PARAMS_HELP)
@@ -112,7 +93,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--nodes", type=ranks, default=1, help="number of machines (%(default)s)")
     parser.add_argument("--gpus-per-node", type=ranks, default=1, help="ranks on each machine (%(default)s)")
     add_training_arguments(parser)
-    parser.set_defaults(run=_run, parser=parser)
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = False) -> None:
@@ -150,17 +130,20 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = 
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Estimate the memory of parameters, gradients and optimizer state on each rank.
+
+    Activations and the framework's own memory come on top. With --bandwidth and --compute-seconds, also predict the
+    seconds of a step, by the model of docs/dev/planner.md, rank the optimizers by the time of a run, and say which one
+    to use.
+    """
     from hf_compressopt.planner import report
 
-    try:
-        if arguments.model is not None:
-            from hf_compressopt.integrations import step_time
+    if arguments.model is not None:
+        from hf_compressopt.integrations import step_time
 
-            arguments.params, arguments.in_full = step_time.parameters_of(arguments.model)
-        found = predict(arguments, arguments.nodes * arguments.gpus_per_node)
-    except ValueError as error:
-        arguments.parser.error(str(error))
+        arguments.params, arguments.in_full = step_time.parameters_of(arguments.model)
+    found = predict(arguments, arguments.nodes * arguments.gpus_per_node)
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
@@ -197,23 +180,21 @@ def _cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
     """The model of time, or None if no time is asked for."""
     from hf_compressopt.planner.cost import Cluster, Model, Training
 
-    cluster = ("local_bandwidth", "memory_bandwidth", "host_bandwidth", "latency")
-    of_training, of_cluster = (
-        {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-        for names in (("update_seconds", "warmup_bits"), cluster)
-    )
-    needed = {"--bandwidth": arguments.bandwidth, "--compute-seconds": arguments.compute_seconds}
-    missing = [name for name, value in needed.items() if value is None]
-    if len(missing) == len(needed) and not of_training and not of_cluster:
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    of_training = {name: given[name] for name in ("update_seconds", "warmup_bits", "in_full") if name in given}
+    rates = ("local_bandwidth", "memory_bandwidth", "host_bandwidth", "latency")
+    of_cluster = {name: given[name] for name in rates if name in given}
+    missing = [name for name in ("bandwidth", "compute_seconds") if name not in given]
+    if len(missing) == 2 and not {"update_seconds", "warmup_bits", *rates} & given.keys():
         return None
     if missing:
-        raise ValueError(f"predicting time needs --bandwidth and --compute-seconds; {' and '.join(missing)} missing")
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise ValueError(f"predicting time needs --bandwidth and --compute-seconds; {flags} missing")
     nodes, gpus = arguments.nodes, arguments.gpus_per_node
     if nodes * gpus == 1:
         raise ValueError("one rank sends nothing, so there is no time to predict: give --nodes or --gpus-per-node")
     if nodes == 1:
         nodes, gpus = gpus, 1  # each GPU has a link of its own
-    in_full = getattr(arguments, "in_full", 0)  # known of --model alone
-    size = {"itemsize": itemsize, "bucket_cap_mb": arguments.bucket_cap_mb, "in_full": in_full}
-    training = Training(arguments.params, arguments.compute_seconds, **size, **of_training)
+    sizes = {"itemsize": itemsize, "bucket_cap_mb": arguments.bucket_cap_mb}
+    training = Training(arguments.params, arguments.compute_seconds, **sizes, **of_training)
     return Model(training, Cluster(nodes, gpus, arguments.bandwidth, topology=arguments.topology, **of_cluster))

@@ -11,17 +11,17 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import torch
 
 from hf_compressopt.collectives.communicator import Communicator, Handle
 from hf_compressopt.flat import FLOAT_BYTES
-from hf_compressopt.planner.cost import Cluster, Message, all_to_all, ring
+from hf_compressopt.planner.cost import Cluster, Step, all_to_all, ring
 
 #: How the planner predicts each collective.
-COLLECTIVES: dict[str, Callable[[Cluster, float], Message]] = {
+COLLECTIVES: dict[str, Callable[[Cluster, float], Step]] = {
     "all_reduce": partial(ring, passes=2),
     "all_to_all": all_to_all,
     "all_gather": partial(ring, passes=1),
@@ -64,19 +64,15 @@ def fit(collective: str, nodes: int, gpus_per_node: int, timings: Sequence[Timin
             f"bytes {timings[0].seconds:.3g} s, so the rate is unknown: try again, or give --bandwidth and --latency"
         )
     hops = predict(hop, 1.0).seconds
-    rest = [
-        (timing.seconds - slope * on_wire) / hops
-        for timing, on_wire in zip(timings, wire, strict=True)
-        if timing.nbytes <= _SMALL_BYTES
-    ]
+    pairs = zip(timings, wire, strict=True)
+    rest = [(timing.seconds - slope * size) / hops for timing, size in pairs if timing.nbytes <= _SMALL_BYTES]
     last = timings[-1]
     host = predict(whole, last.nbytes).sent / last.host if last.host else math.inf
     return Link(1 / slope, max(0.0, statistics.median(rest)), host)
 
 
 def middle(links: Sequence[Link]) -> Link:
-    rows = zip(*((link.bandwidth, link.latency, link.host_bandwidth) for link in links), strict=True)
-    return Link(*(statistics.median(row) for row in rows))
+    return Link(*map(statistics.median, zip(*map(astuple, links), strict=True)))
 
 
 def measure(channel: Communicator, everyone: Communicator) -> dict[str, list[Timing]]:
@@ -128,7 +124,7 @@ def _median_seconds(call: Callable[[], Handle], everyone: Communicator) -> tuple
     times: list[tuple[float, float]] = []
     while len(times) < _FEWEST or (len(times) < _MOST and sum(seconds for seconds, _ in times) < _BUDGET_SECONDS):
         times.append(_together(lambda: call().wait(), everyone))
-    seconds, host = (statistics.median(column) for column in zip(*times, strict=True))
+    seconds, host = map(statistics.median, zip(*times, strict=True))
     return seconds, host
 
 

