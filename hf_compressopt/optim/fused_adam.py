@@ -9,6 +9,7 @@ For every tensor:
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import chain, repeat
 from operator import is_
 from typing import Any
@@ -19,9 +20,11 @@ from torch import Tensor
 from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
 from hf_compressopt.optim.math import clip_factor, evaluate, grad_square_sum
 from hf_compressopt.optim.options import check_at_least, check_betas, check_last_group, check_parameter
+from hf_compressopt.optim.state import load_groups, load_with_hooks, matching_groups
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_NOT_LOADED = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable")
+_OF_A_STEP = ("lr", "eps", "weight_decay", "adam_w_mode", "bias_correction", "maximize")
+_NOT_LOADED = ("params", "foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable")
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -88,18 +91,9 @@ class FusedAdam(torch.optim.Optimizer):
         self.copies: dict[Tensor, Tensor] = {}
         self._plans: dict[int, AdamPlan] = {}
         self._last_found_inf: Tensor | None = None
-        defaults = {
-            "lr": lr,
-            "adam_w_mode": adam_w_mode,
-            "weight_decay": weight_decay,
-            "betas": betas,
-            "eps": eps,
-            "bias_correction": bias_correction,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "capturable": capturable,
-        }
-        super().__init__(params, defaults)
+        numbers = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        modes = {"adam_w_mode": adam_w_mode, "bias_correction": bias_correction, "amsgrad": amsgrad}
+        super().__init__(params, {**numbers, **modes, "maximize": maximize, "capturable": capturable})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -142,16 +136,11 @@ class FusedAdam(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             tensors = self._tensors_with_gradient(group, known)
             if tensors.params:
-                beta1, beta2 = group["betas"]
+                (beta1, beta2), options = group["betas"], {name: group[name] for name in _OF_A_STEP}
                 step = AdamStep(
-                    lr=group["lr"],
+                    **options,
                     beta1=beta1,
                     beta2=beta2,
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    adam_w_mode=group["adam_w_mode"],
-                    bias_correction=group["bias_correction"],
-                    maximize=group["maximize"],
                     grad_scale=grad_scale,
                     found_inf=found_inf,
                     clip_factor=clip,
@@ -216,52 +205,32 @@ class FusedAdam(torch.optim.Optimizer):
         Raises:
             ValueError: For a state dict that does not fit; nothing is changed then.
         """
-        given: dict[str, Any] = {}
+        load_with_hooks(self, state_dict, self._load, in_shards=False)
 
-        def before(_: Any, hooked: dict[str, Any]) -> dict[str, Any]:  # the last hook: it sees what the others made
-            given.update({**hooked, "param_groups": self._groups_to_load(hooked)})
-            return given
-
-        lrs = [group["lr"] for group in self.param_groups]
-        handles = [
-            self.register_load_state_dict_pre_hook(before),
-            self.register_load_state_dict_post_hook(lambda _: self._finish_load(given, lrs), prepend=True),
-        ]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _groups_to_load(self, given: dict[str, Any]) -> list[dict[str, Any]]:
-        """Check the saved param groups, and add the options that torch's Adam does not have."""
-        groups: list[dict[str, Any]] = given["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
-            return groups  # torch refuses them
+    def _load(self, given: dict[str, Any], _: Any) -> None:
+        """Take over a state dict: an lr that is a tensor stays this tensor, and other moments are new ones."""
+        groups, states, rows = matching_groups(self, given), given["state"], list[tuple[Tensor, dict[str, Any]]]()
         for own, saved in zip(self.param_groups, groups, strict=True):
             if saved.get("amsgrad"):
                 raise ValueError("amsgrad must be False, got a state dict with amsgrad=True: use torch.optim.AdamW")
-            for param, key in zip(own["params"], saved["params"], strict=True):
-                _check_saved(given["state"].get(key, {}), param)
-        return [_loadable(own, saved) for own, saved in zip(self.param_groups, groups, strict=True)]
+            rows += [(p, states.get(key, {})) for p, key in zip(own["params"], saved["params"], strict=True)]
+        for param, values in rows:
+            _check_saved(values, param)
+        for own, saved in zip(self.param_groups, groups, strict=True):  # torch's Adam says it by another name
+            own["adam_w_mode"] = saved.get("decoupled_weight_decay", own["adam_w_mode"])
+        load_groups(self, deepcopy(groups), _NOT_LOADED)
+        self.state.clear()
+        self._plans, self._last_found_inf = {}, None
+        for param, values in rows:
+            if values:
+                self._load_state(param, values)
 
-    def _finish_load(self, given: dict[str, Any], lrs: list[float | Tensor]) -> None:
-        """Load moments and masters in their own dtypes, not in the parameter's as torch does; keep a tensor lr."""
-        for group, saved, lr in zip(self.param_groups, given["param_groups"], lrs, strict=True):
-            if isinstance(lr, Tensor):
-                group["lr"] = lr.fill_(float(group["lr"]))
-            for param, key in zip(group["params"], saved["params"], strict=True):
-                if values := given["state"].get(key):
-                    self.state[param] = self._state_from(values, param)
-
-    def _state_from(self, values: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
-        del self.state[param]
+    def _load_state(self, param: Tensor, values: dict[str, Any]) -> None:
         state = self._new_state(param)
         if self.master_weights and "master_param" in values:
             state["master_param"] = torch.empty_like(param, dtype=torch.float32)
         for name, tensor in state.items():
             tensor.copy_(values[name]) if isinstance(values[name], Tensor) else tensor.fill_(values[name])
-        return state
 
 
 class _Known:
@@ -307,13 +276,6 @@ def _check_saved(values: dict[str, Any], param: Tensor) -> None:
                 f"{name} in the state dict must have the parameter's shape {tuple(param.shape)}, got "
                 f"{tuple(values[name].shape)}"
             )
-
-
-def _loadable(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """Merge a saved group into an own one: options that it lacks, and choices of an implementation, stay."""
-    loaded = {**own, **{key: value for key, value in saved.items() if key not in _NOT_LOADED}}
-    loaded["adam_w_mode"] = saved.get("adam_w_mode", saved.get("decoupled_weight_decay", own["adam_w_mode"]))
-    return loaded
 
 
 def _check_group(group: dict[str, Any], number: int) -> None:

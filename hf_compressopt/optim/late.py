@@ -27,6 +27,7 @@ from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, Segment, all_finite, sum_of_squares
 from hf_compressopt.kernels.memory import reads_at_once
 from hf_compressopt.optim.group import GroupState, ParamGroups
+from hf_compressopt.optim.math import clip_factor
 from hf_compressopt.schedules import StepPlan
 
 if TYPE_CHECKING:
@@ -51,10 +52,9 @@ class LastNorm(NamedTuple):
 
 
 class Backward:
-    """One backward pass on one rank: the coefficient of the gradients that are sent in it."""
+    """One backward pass on one rank: the coefficient of its gradients, which are not clipped without ``last``."""
 
     def __init__(self, last: LastNorm | None, loss_scale: float, world_size: int) -> None:
-        """Begin with no gradient. Without ``last`` gradients are not clipped."""
         self.loss_scale = loss_scale  # that the gradients carry
         self._last, self._squares = last, dict[Key, Tensor]()
         self._total: Tensor | None = None
@@ -82,7 +82,7 @@ class Backward:
         self._total = square if self._total is None else square + self._total.to(device)
         own, known = self._total.sqrt(), self._last.norm
         norm = known * own / self._usual if self._usual > 0 else own
-        coefficient = torch.clamp(self._last.max_norm / (norm + 1e-6), max=1.0)
+        coefficient = clip_factor(norm, self._last.max_norm)
         return torch.where(own > GROWTH * self._usual, coefficient / self.coefficient(), 1.0)
 
 
@@ -107,15 +107,21 @@ class SignBucket(GradientBucket):
 
     waits_in_step: ClassVar[bool] = True
     state: GroupState
-    feedback: ErrorFeedback
+    number: int  # among the buckets of the group
     messages: EarlyMessages
+
+    @classmethod
+    def all_of(cls, state: GroupState, messages: EarlyMessages, owner: int = 0) -> list[SignBucket]:
+        rows = enumerate(state.layout.buckets)
+        return [cls(bucket, state.params, state.communicator, owner, state, i, messages) for i, bucket in rows]
 
     def form(self) -> str:
         return f"signs, {self.state.form.scale_block} to a scale"
 
     @classmethod
     def average(cls, run: Sequence[SignBucket], grads: Mapping[Tensor, Tensor | None]) -> Task[tuple[None, Any]]:
-        messages, old, new = run[0].messages, [b.feedback for b in run], [b.feedback.like() for b in run]
+        messages, old = run[0].messages, [b.state.feedback[b.number] for b in run]
+        new = [feedback.like() for feedback in old]
         zs = [messages.message(b.state, b.bucket, [grads.get(param) for param in b.params]) for b in run]
         for bucket in run:
             messages.keep(bucket.key, None)
@@ -137,21 +143,17 @@ class SignBucket(GradientBucket):
 _UNCLIPPED = LastNorm(0.0, math.inf, math.inf)  # any gradient is below this
 
 
-class _Made(NamedTuple):
-    """A gradient as backward has left it behind; ``grad`` returns None if it is gone."""
+_Made = tuple["ref[Tensor]", int]  # a gradient as backward has left it behind, and its version
 
-    grad: Callable[[], Any]
-    version: int
 
-    @classmethod
-    def of(cls, grad: Tensor | None) -> _Made | None:
-        return None if grad is None else cls(ref(grad), grad._version)
+def _as_made(params: Sequence[Tensor]) -> list[_Made | None]:
+    return [None if p.grad is None else (ref(p.grad), p.grad._version) for p in params]
 
 
 def _is_unchanged(made: _Made | None, grad: Tensor | None) -> bool:
     if made is None or grad is None:
         return made is None and grad is None
-    return made.grad() is grad and made.version == grad._version
+    return made[0]() is grad and made[1] == grad._version
 
 
 class EarlyMessages:
@@ -201,27 +203,24 @@ class EarlyMessages:
 
     def buckets(self, loss_scale: float | None, *, owner: int, present: Collection[Tensor]) -> list[GradientBucket]:
         """Return the buckets that are sent, and drop what an earlier backward pass has sent of these param groups."""
-        self.begin(loss_scale)
+        self.begin(loss_scale, self._plan)
         here = set(present)
         found: list[GradientBucket] = []
         for state in self._states:
-            if not state.compressed or state.own_rank is not None or not here.issuperset(state.params):
-                continue
-            self._drop(state)
-            self._made_from.pop(state.number, None)
-            for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
-                found.append(SignBucket(bucket, state.params, state.communicator, owner, state, feedback, self))
+            if state.compressed and state.own_rank is None and here.issuperset(state.params):
+                self._drop(state)
+                self._made_from.pop(state.number, None)
+                found += SignBucket.all_of(state, self, owner)
         return found
 
-    def begin(self, loss_scale: float | None, plan: StepPlan | None = None) -> Backward:
-        """Begin a backward pass, of the step of a plan or of the one that :meth:`due` was asked about."""
+    def begin(self, loss_scale: float | None, plan: StepPlan) -> None:
+        """Begin a backward pass, of the step of a plan."""
         self._await()
         self._follow()
         self.agreed = False
         self._assumed_scale = self._loss_scale if loss_scale is None else loss_scale
-        self._plan = plan or self._plan
+        self._plan = plan
         self.backward = Backward(self._last_norm(), self._assumed_scale, self._communicator.world_size)
-        return self.backward
 
     def message(self, state: GroupState, bucket: Bucket, grads: Grads) -> Combination:
         """Return what is sent of a bucket, (1): of gradients with the loss scale."""
@@ -252,7 +251,7 @@ class EarlyMessages:
         for state in self._states:
             new = state.number not in self._made_from
             if new and any(number == state.number for number, _ in self._arrived):
-                self._made_from[state.number] = [_Made.of(param.grad) for param in state.params]
+                self._made_from[state.number] = _as_made(state.params)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -287,9 +286,8 @@ class EarlyMessages:
         """Drop what another rank has dropped, after ranks have found that their signatures differ. All ranks call."""
         with self._communicator.traffic.paused():
             everyone = self._communicator.all_gather_object([list(key) for key in self.signature])
-        self._arrived = {
-            key: early for key, early in self._arrived.items() if all(list(key) in keys for keys in everyone)
-        }
+        alike = [key for key in self._arrived if all(list(key) in keys for keys in everyone)]
+        self._arrived = {key: self._arrived[key] for key in alike}
 
     def overflow(self) -> Tensor | None:
         """Await the sent messages; return infinity if an average is not finite, else 0, [] float64; None without any.
@@ -339,9 +337,7 @@ class EarlyMessages:
 
     def note_unscaled(self) -> None:
         """Record that a gradient scaler has changed the gradients since :meth:`note_loss_scale`."""
-        for number in self._made_from:
-            state = self._states[number]
-            self._made_from[number] = [_Made.of(param.grad) for param in state.params]
+        self._made_from = {number: _as_made(self._states[number].params) for number in self._made_from}
 
     def drop(self) -> None:
         """Drop the sent messages, and keep the errors. The next step or backward pass awaits them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 "update torch, or use --optim adamw_torch"
             )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
-        super().__init__(list(_divided(params)) if isinstance(params, nn.Module) else params, defaults)
+        super().__init__(_divided(params) if isinstance(params, nn.Module) else params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with ``muon=True`` or ``muon=False``; options that it leaves out are the optimizer's."""
@@ -84,8 +84,8 @@ def _stepper(muon: bool, groups: list[dict[str, Any]], **options: Any) -> torch.
     return torch.optim.Muon(groups, **options) if muon else torch.optim.AdamW(groups, **options)
 
 
-def _divided(model: nn.Module) -> Iterator[dict[str, Any]]:
-    """The param groups of a Transformers model: matrices, other parameters with weight decay, those without."""
+def _divided(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the param groups of a Transformers model: matrices, other parameters with weight decay, those without."""
     if not hasattr(model, "get_output_embeddings"):
         raise ValueError(
             f"MuonAdamW finds the head of a Transformers model, got {type(model).__name__}: give the model without "
@@ -105,4 +105,4 @@ def _divided(model: nn.Module) -> Iterator[dict[str, Any]]:
         {"params": [p for p in rest if p.ndim > 1], _MUON: False},
         {"params": [p for p in rest if p.ndim <= 1], _MUON: False, "weight_decay": 0.0},
     )
-    return iter([group for group in groups if group["params"]])
+    return [group for group in groups if group["params"]]

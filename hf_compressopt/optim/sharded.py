@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -91,8 +92,8 @@ def _present(states: Sequence[GroupState], gradients: Grads, sent: FreedGradient
     communicator = states[0].communicator
     mine: list[float] = []
     for state in states:
-        left = None if sent is None else sent.present(state)
-        mine += map(float, [grad is not None for grad in gradients[state.number]] if left is None else left)
+        here = [grad is not None for grad in gradients[state.number]]
+        mine += map(float, here if sent is None else sent.present(state, here))
     flags = numbers_on(communicator.device, mine)
     communicator.all_reduce(flags, op="max").wait()
     rest = iter(mine if all(mine) else flags.tolist())
@@ -186,7 +187,7 @@ def _shards_of(state: GroupState) -> MomentShards:
 
 
 def end_warmup_stage(
-    states: Iterable[GroupState], counts: Callable[[GroupState], _Counts], floor: float, clipped: float = 1.0
+    states: Iterable[GroupState], counts: Callable[[GroupState], _Counts], floor: float, clipped: float
 ) -> None:
     """Fold the bias corrections into the moments, apply the variance floor, and gather what ranks have shared out.
 
@@ -278,16 +279,12 @@ class _SentMean(NamedTuple):
     errors: tuple[Errors, ...]
 
 
-class _Sketch(NamedTuple):
-    """The sketch of gradients with their loss scale, and the sum of their squares."""
+_Sketch = tuple[Tensor, Tensor]  # of gradients with their loss scale, [4096] float32; the sum of their squares, float64
 
-    y: Tensor  # [4096] float32
-    square: Tensor  # [] float64
 
-    @classmethod
-    def empty(cls, device: torch.device) -> _Sketch:
-        y = torch.zeros(SKETCH_NUMEL, dtype=torch.float32, device=device)
-        return cls(y, torch.zeros((), dtype=torch.float64, device=device))
+def _empty_sketch(device: torch.device) -> _Sketch:
+    y = torch.zeros(SKETCH_NUMEL, dtype=torch.float32, device=device)
+    return y, torch.zeros((), dtype=torch.float64, device=device)
 
 
 @dataclass
@@ -297,9 +294,7 @@ class _SentGradients:
     means: dict[Key, _SentMean] = field(default_factory=dict)  # of the warmup stage
     present: dict[int, list[bool]] = field(default_factory=dict)  # by param group: where this rank had a gradient
     tasks: Pipeline = field(default_factory=Pipeline)
-    sketch: _Sketch | None = None  # of all gradients, if one is taken
-    waiting: dict[int, _Sketch] = field(default_factory=dict)  # of buckets, before their turn to be added
-    turn: int = 0  # the bucket whose sketch is added next: the order in which buckets are sent changes no bit
+    sketches: dict[int, _Sketch] | None = None  # by bucket, if sketches are taken
     fault: Exception | None = None  # in a gradient of this rank
     is_late: bool = False  # a gradient came after a part of it was sent, or a pass after one that had raised
     clipped: float = 1.0  # factor of the means
@@ -349,7 +344,7 @@ class FreedGradients(EarlyMessages):
         params = [param for state in self.states for param in state.params]
         if self._passes is None or len(self._params) != len(params):
             numbers = {param: number for number, param in enumerate(params)}
-            members = [{numbers[param] for param in bucket.members()} for _, bucket in self._make_rows()]
+            members = [{numbers[param] for param in bucket.members()} for bucket in self._make_buckets()]
             if self._passes is not None:
                 self._passes.require_attached()
                 self._passes.detach()
@@ -358,24 +353,16 @@ class FreedGradients(EarlyMessages):
             self._params, self._members = params, members
         return self._passes
 
-    def _make_rows(self) -> list[tuple[int, SignBucket]]:
-        """Return the buckets with their numbers, the last ones of all groups first, as backward goes."""
-        rows = [
-            (number, SignBucket(bucket, state.params, state.communicator, 0, state, feedback, self))
-            for state in self.states
-            for number, (bucket, feedback) in enumerate(zip(state.layout.buckets, state.feedback, strict=True))
-        ]
-        return sorted(rows, key=lambda row: row[1].bucket.start / row[1].state.layout.numel, reverse=True)
+    def _make_buckets(self) -> list[SignBucket]:
+        """Return the buckets, the last ones of all groups first, as backward goes."""
+        buckets = chain.from_iterable(SignBucket.all_of(state, self) for state in self.states)
+        return sorted(buckets, key=lambda each: each.bucket.start / each.state.layout.numel, reverse=True)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.attach().no_sync()
 
     def holds_gradients(self) -> bool:
-        return self.have_left
-
-    @property
-    def have_left(self) -> bool:
-        """True if the gradients of the coming step were sent; alike on all ranks."""
+        """Return whether the gradients of the coming step were sent; alike on all ranks."""
         return self._passes is not None and self._passes.done
 
     def complete(self) -> None:
@@ -400,22 +387,12 @@ class FreedGradients(EarlyMessages):
         if not self.states or (plan.stage.number and not self.knows_norm):
             return False
         self.begin(None if self.loss_scale is None else float(self.loss_scale()), plan)
-        self._rows = self._make_rows()
+        self._buckets = self._make_buckets()
         self._parts_to_send = [sum(number in bucket for bucket in self._members) for number in range(len(self._params))]
         self._sent.present = {state.number: [False] * len(state.params) for state in self.states}
-        self._starts = self._starts_in_sketch()
         if plan.stage.number and (self._clips or self.measures):
-            self._sent.sketch = _Sketch.empty(self._communicator.device)
+            self._sent.sketches = {}
         return True
-
-    def _starts_in_sketch(self) -> dict[int, int]:
-        """Return the place of each group's first element in the sketch of all ranks' gradients."""
-        starts, start = {}, 0
-        for state in self._states:
-            if state.communicator is self._communicator:
-                starts[state.number] = start
-                start += state.layout.numel
-        return starts
 
     def take(self, number: int) -> bool:
         passes = self.attach()
@@ -425,8 +402,8 @@ class FreedGradients(EarlyMessages):
         return True
 
     def send(self, index: int) -> None:
-        number, row = self._rows[index]
-        state, bucket, sent = row.state, row.bucket, self._sent
+        due, sent = self._buckets[index], self._sent
+        state, bucket = due.state, due.bucket
         grads: dict[Tensor, Tensor | None] = {}
         for piece in bucket.pieces:
             param = state.params[piece.index]
@@ -437,27 +414,24 @@ class FreedGradients(EarlyMessages):
                 sent.present[state.number][piece.index] = True
         segments = state.gradient_segments(bucket, [grads.get(param) for param in state.params])
         if not self._plan.stage.number:
-            factor, old = 1 / self.backward.loss_scale, row.feedback.worker
+            factor, old = 1 / self.backward.loss_scale, state.feedback[due.number].worker
             errors = tuple(map(like_errors, old))
-            mean = _mean_of_chunk(state, number, segments, factor, old, errors, self._form)
-            sent.tasks.add(self._keep_mean(row.key, mean, errors))
+            mean = _mean_of_chunk(state, due.number, segments, factor, old, errors, self._form)
+            sent.tasks.add(self._keep_mean(due.key, mean, errors))
         else:
-            if sent.sketch is not None:
-                self._add_to_sketch(index, state, bucket, segments)
-            sent.tasks.add(SignBucket.average([row], grads))
+            if sent.sketches is not None:
+                sent.sketches[index] = sketch = _empty_sketch(state.device)
+                sketch_(segments, self._start_in_sketch(state) + bucket.start, self._plan.step, *sketch)
+            sent.tasks.add(SignBucket.average([due], grads))
         for number in self._members[index]:
             self._parts_to_send[number] -= 1
             if not self._parts_to_send[number]:
                 self._params[number].grad = None
 
-    def _add_to_sketch(self, index: int, state: GroupState, bucket: Bucket, segments: Sequence[Segment]) -> None:
-        sent = self._sent
-        sent.waiting[index] = own = _Sketch.empty(state.device)
-        sketch_(segments, self._starts[state.number] + bucket.start, self._plan.step, *own)
-        while sent.sketch is not None and sent.turn in sent.waiting:
-            for total, part in zip(sent.sketch, sent.waiting.pop(sent.turn), strict=True):
-                total += part
-            sent.turn += 1
+    def _start_in_sketch(self, state: GroupState) -> int:
+        """Return the place of a group's first element in the sketch of all ranks' gradients."""
+        before = self._states[: state.number]
+        return sum(other.layout.numel for other in before if other.communicator is self._communicator)
 
     def _keep_mean(self, key: Key, mean: Task[Tensor], errors: tuple[Errors, ...]) -> Task[None]:
         values = yield from mean
@@ -478,7 +452,7 @@ class FreedGradients(EarlyMessages):
         """Drop the gradients that were sent, and keep the errors. All ranks call."""
         if self._passes is not None:
             self._passes.flush()
-        if self.have_left:
+        if self.holds_gradients():
             self._forget()
         self._begin_anew()
 
@@ -498,10 +472,10 @@ class FreedGradients(EarlyMessages):
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def put_into(self, gradients: StepGradients) -> None:
-        if self.have_left:
+        if self.holds_gradients():
             gradients.freed = self
             gradients.fault = gradients.fault or self._sent.fault
-        for state in self.states if self.have_left else ():
+        for state in self.states if self.holds_gradients() else ():
             late = [name for p, name in zip(state.params, state.names, strict=True) if p.grad is not None]
             gradients.groups[state.number] = [None] * len(state.params)
             if late or self._sent.is_late:
@@ -520,13 +494,13 @@ class FreedGradients(EarlyMessages):
     def agree(self) -> None:
         """Check that the same gradients were sent on all ranks, too."""
         what = "what has left in backward (did all of them call zero_grad() and backward() alike?)"
-        self._communicator.require_equal(what, [list(key) for key in self.signature] if self.have_left else [])
+        self._communicator.require_equal(what, [list(key) for key in self.signature] if self.holds_gradients() else [])
         super().agree()
 
     @property
     def is_exact(self) -> bool:
         """True if the norm of the mean gradient of these groups is known from their means; alike on all ranks."""
-        return self.have_left and not self._plan.stage.number
+        return self.holds_gradients() and not self._plan.stage.number
 
     def squares(self) -> dict[float, Tensor]:
         """Return sums of squares, [] float64, by the factor that makes their sum over the ranks a squared norm."""
@@ -545,15 +519,18 @@ class FreedGradients(EarlyMessages):
             others = (state for state in self._states if state.communicator is self._communicator)
             if all(state.shared_out or not state.params for state in others):
                 del mean.sketches[number]  # of nothing
-        elif self._sent.sketch is not None:
-            sketch, (mine, own) = mean.sketches[number], self._sent.sketch
-            scale = self.backward.loss_scale
-            mean.sketches[number] = sketch._replace(y=sketch.y + mine / scale, square=sketch.square + own / scale**2)
+        elif self._sent.sketches is not None:
+            sketch, scale, total = mean.sketches[number], self.backward.loss_scale, _empty_sketch(mean.averaged.device)
+            for index in sorted(self._sent.sketches):  # the order in which buckets are sent changes no bit
+                for whole, part in zip(total, self._sent.sketches[index], strict=True):
+                    whole += part
+            y, square = total
+            mean.sketches[number] = sketch._replace(y=sketch.y + y / scale, square=sketch.square + square / scale**2)
 
     @property
     def is_measured(self) -> bool:
         """True if the norm of the mean gradient can be measured; alike on all ranks."""
-        return self.is_exact or self._sent.sketch is not None
+        return self.is_exact or self._sent.sketches is not None
 
     @property
     def clipped(self) -> float:
@@ -566,9 +543,9 @@ class FreedGradients(EarlyMessages):
         for mean in self._sent.means.values():
             mean.values.mul_(factor)
 
-    def present(self, state: GroupState) -> Sequence[bool] | None:
-        """Return for each parameter of a group whether this rank had a gradient; None if none was sent."""
-        return self._sent.present.get(state.number) if self.have_left else None
+    def present(self, state: GroupState, others: Sequence[bool]) -> Sequence[bool]:
+        """Return for each parameter of a group whether this rank had a gradient: as ``others`` say if none was sent."""
+        return self._sent.present.get(state.number, others) if self.holds_gradients() else others
 
     def take_mean(self, state: GroupState, bucket: Bucket, feedback: ErrorFeedback) -> Tensor | None:
         """Return the mean of this rank's chunk, [n_own] float32, clipped, and write the worker error; None if none."""
@@ -582,7 +559,7 @@ class FreedGradients(EarlyMessages):
     def note_loss_scale(self, scale: float) -> None:
         """Divide the factor out of what the warmup stage has sent under another one; raise in the compressed stage."""
         self.complete()
-        before = self.backward.loss_scale if self.have_left else scale
+        before = self.backward.loss_scale if self.holds_gradients() else scale
         if before != scale and not self.is_exact:
             self.drop()
             self.expect_loss_scale(scale)
