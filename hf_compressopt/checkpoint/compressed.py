@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -11,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.state import SERVER, WORKER, Header, LoadPlan, State, errors_of_group
-from hf_compressopt.checkpoint.stored import BYTES, CODE, MESSAGE, MOMENTS, TOP
+from hf_compressopt.checkpoint.state import MOMENTS, Entries, Header, Kind, LoadPlan, Names, State, errors_of_group
 from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.plan import Per, StateTensor, TensorKey
 from hf_compressopt.kernels import Average, SignFormat
-from hf_compressopt.kernels.compact import check_tops
 from hf_compressopt.optim import options
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import GroupState, Moments
@@ -61,24 +60,27 @@ class GroupBuffers:
     errors: GroupErrors
 
     @classmethod
-    def room(
-        cls, state: GroupState, header: Header, entries: Mapping[str, TensorEntry], rank: int, *, frozen: bool
-    ) -> GroupBuffers:
+    def room(cls, state: GroupState, header: Header, entries: Entries, rank: int, *, frozen: bool) -> GroupBuffers:
         key, last = partial(TensorKey, group=state.number, rank=state.own_rank), None
         ranks = state.communicator.world_size
         saved = header.values["world_size"] if state.own_rank is None else ranks
-        if str(key(MESSAGE)) in entries:
+        if str(key(Kind.MESSAGE)) in entries:
             cut = header.values["bucket_numel"], saved, header.values.get("scale_block")
             last = room_for_messages(state.layout.numel, *cut, state.device)
         held = state.moments.shards
         mine = held is not None and held.place is state.communicator.topology
         shards = None if frozen else held if mine else state.room_for_shards()
-        moments = state.moments.room(codes=str(key(TOP)) in entries, last=last, shards=shards)
-        error = entries.get(str(TensorKey(WORKER, group=state.number, rank=rank)))
-        in_bytes = error is not None and error.dtype == BYTES
+        moments = state.moments.room(codes=str(key(Kind.TOP)) in entries, last=last, shards=shards)
+        error = entries.get(str(TensorKey(Kind.WORKER, group=state.number, rank=rank)))
+        in_bytes = error is not None and error.dtype == "uint8"
         alike = saved == ranks and state.communicator.levels is None
         as_saved = in_bytes and alike and state.errors.worker.numel() > 0
-        return cls(state, moments, state.errors.room(compact=as_saved))
+        errors = state.errors.room(compact=as_saved)
+        if ranks == 1:  # it has errors only if it loads those of several ranks
+            served = state.compressed and str(TensorKey(Kind.SERVER, group=state.number)) in entries
+            numel, errors = state.layout.numel if served else 0, copy(state.errors)
+            errors.take(*(torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in range(2)))
+        return cls(state, moments, errors)
 
     def tensors(self, names: Sequence[str], own: Sequence[str], rank: int) -> Iterator[StateTensor]:
         """Yield the tensors of the group. ``own``: the kinds that are each rank's own; "param" is the parameter."""
@@ -97,7 +99,7 @@ class GroupBuffers:
             if not moments.last:  # else messages are the momentum
                 tensors["exp_avg"] = moments.exp_avg_of(index, still=False).view(param.shape)
             variance = moments.stored_variance(index).view(param.shape)
-            tensors[CODE if moments.codes.numel() else "exp_avg_sq"] = variance
+            tensors[Kind.CODE if moments.codes.numel() else "exp_avg_sq"] = variance
         flat = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per == "element"}
         tensors |= {kind: state.view(buffer, index) for kind, buffer in flat.items()}
         if "param" in own:
@@ -115,14 +117,14 @@ class GroupBuffers:
         state, moments = self.state, self.moments
         key, replicated = partial(TensorKey, group=state.number, rank=state.own_rank), state.own_rank is None
         if moments.codes.numel():
-            yield StateTensor.of(key(TOP), moments.tops, replicated=replicated)
+            yield StateTensor.of(key(Kind.TOP), moments.tops, replicated=replicated)
         found = [average.messages for _, average in sorted(moments.last.items()) if average.messages is not None]
         whole, start = (sum(messages.numel() for messages in found),), 0
         for messages in found:
-            yield StateTensor.of(key(MESSAGE), messages, whole, start, replicated=replicated)
+            yield StateTensor.of(key(Kind.MESSAGE), messages, whole, start, replicated=replicated)
             start += messages.numel()
         counts = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per != "element"}
-        for kind, values in {"step": state.steps, **counts}.items():
+        for kind, values in {Kind.STEP: state.steps, **counts}.items():
             yield StateTensor.of(key(kind), values, replicated=replicated)
 
     def _of_errors(self, rank: int) -> Iterator[StateTensor]:
@@ -130,8 +132,8 @@ class GroupBuffers:
         if self.state.own_rank is None:
             yield from errors_of_group(errors, number, self.state.communicator)
         else:
-            yield StateTensor.of(TensorKey(WORKER, group=number, rank=rank), errors.worker, is_error=True)
-            yield StateTensor.of(TensorKey(SERVER, group=number, rank=rank), errors.server)
+            yield StateTensor.of(TensorKey(Kind.WORKER, group=number, rank=rank), errors.worker, is_error=True)
+            yield StateTensor.of(TensorKey(Kind.SERVER, group=number, rank=rank), errors.server)
 
     def commit(self, *, frozen: bool) -> None:
         """Take over what was read. ``frozen``: whether the variance does not change in the coming step."""
@@ -145,7 +147,9 @@ class GroupBuffers:
         if state.compact:
             moments.settle()
             state.moments = moments
-        if self.errors is not state.errors:
+        if state.communicator.world_size == 1:
+            state.errors.take(self.errors.worker, self.errors.server)
+        elif self.errors is not state.errors:
             state.errors.copy_(self.errors.worker, self.errors.server)
 
 
@@ -161,8 +165,7 @@ class FlatState(State):
         groups = map(options.plain_group, self._optimizer.param_groups)
         return {**header_of(self._optimizer), "param_groups": list(groups)}
 
-    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
-        """They share memory with the optimizer."""
+    def tensors(self, names: Names) -> list[StateTensor]:
         optimizer = self._optimizer
         optimizer._follow_parameters()
         buffers = [GroupBuffers(state, state.moments, state.errors) for state in optimizer._states]
@@ -171,7 +174,7 @@ class FlatState(State):
 
     def _described(
         self,
-        names: Sequence[Sequence[str]],
+        names: Names,
         stage: Stage,
         buffers: Sequence[GroupBuffers],
         masks: Mapping[int, Tensor],
@@ -192,7 +195,7 @@ class FlatState(State):
     def remake_errors(self) -> list[Callable[[], None]]:
         return [state.errors.remake() for state in self._optimizer._states if state.own_rank is None]
 
-    def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
+    def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
         groups = self._checked_groups(header)
         if not header.compressed:
             return self._plan_plain(names, groups, entries)
@@ -203,13 +206,8 @@ class FlatState(State):
             options.check_mask(mask, optimizer._states[number].params, number)
         schedule = type(optimizer.schedule).of(header.values["schedule"])
         check_tensors(tensors, schedule)
-        stage, alone = Stage(header.values["stage"]), self.communicator.world_size == 1
         frozen, at = schedule.plan(header.values["step"] + 1).stage.number > 0, self.communicator.rank
         buffers = [GroupBuffers.room(state, header, entries, at, frozen=frozen) for state in optimizer._states]
-        wanted = list(self._described(names, stage, buffers, masks, tensors))
-        errors = dict(self._room_for_errors(entries)) if alone else {}
-        if alone:
-            wanted = [*(tensor for tensor in wanted if not tensor.is_error), *chain.from_iterable(errors.values())]
 
         def commit() -> None:
             load_groups(optimizer, groups)
@@ -217,15 +215,11 @@ class FlatState(State):
                 optimizer.param_groups[number][_MASK] = mask.to(optimizer._states[number].device)
             for place in buffers:
                 place.commit(frozen=frozen)
-            for number, state in enumerate(optimizer._states if alone else ()):
-                found = [error.local for error in errors.get(number, ())]
-                state.errors.take(*(found or [torch.empty(0, dtype=torch.float32, device="cpu")] * 2))
             take_tensors(optimizer, tensors)
             load_header(optimizer, header.values)
             optimizer._state_loaded()
 
-        checks = {tensor.key: check_tops for tensor in wanted if tensor.key.kind == TOP}
-        return LoadPlan(wanted, commit, checks)
+        return list(self._described(names, Stage(header.values["stage"]), buffers, masks, tensors)), commit
 
     def _checked_groups(self, header: Header) -> list[dict[str, Any]]:
         optimizer, values = self._optimizer, header.values
@@ -240,7 +234,7 @@ class FlatState(State):
             options.check_group({**group, **found}, number)
         return groups
 
-    def _brought(self, entries: Mapping[str, TensorEntry]) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
+    def _brought(self, entries: Entries) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
         """Memory for the masks of the param groups, and for the optimizer-wide tensors, that a checkpoint has."""
         masks, tensors = {}, {}
         for number, state in enumerate(self._optimizer._states):
@@ -253,17 +247,7 @@ class FlatState(State):
                 tensors[key.owner] = _room(entry)
         return masks, tensors
 
-    def _room_for_errors(self, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[int, list[StateTensor]]]:
-        for number, state in enumerate(self._optimizer._states):
-            keys = TensorKey(WORKER, group=number, rank=0), TensorKey(SERVER, group=number)
-            if state.compressed and str(keys[1]) in entries:
-                rooms = [torch.empty(state.layout.numel, dtype=torch.float32, device="cpu") for _ in keys]
-                worker = StateTensor.of(keys[0], rooms[0], of_each_rank=True, is_error=True)
-                yield number, [worker, StateTensor.of(keys[1], rooms[1], is_error=True)]
-
-    def _plan_plain(
-        self, names: Sequence[Sequence[str]], groups: Sequence[dict[str, Any]], entries: Mapping[str, TensorEntry]
-    ) -> LoadPlan:
+    def _plan_plain(self, names: Names, groups: Sequence[dict[str, Any]], entries: Entries) -> LoadPlan:
         optimizer = self._optimizer
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         numbers = {param: number for number, param in enumerate(params)}
@@ -278,11 +262,11 @@ class FlatState(State):
             {**saved, "params": [numbers[param] for param in group["params"]]}
             for group, saved in zip(optimizer.param_groups, groups, strict=True)
         ]
-        return LoadPlan(wanted, lambda: load_full(optimizer, {"state": rows, "param_groups": packed}, None))
+        return wanted, lambda: load_full(optimizer, {"state": rows, "param_groups": packed}, None)
 
 
-def _plain_tensors(param: Tensor, name: str, entries: Mapping[str, TensorEntry]) -> list[StateTensor]:
-    keys = [*(TensorKey(kind, name) for kind in MOMENTS), TensorKey("step", name, per=Per.SCALAR)]
+def _plain_tensors(param: Tensor, name: str, entries: Entries) -> list[StateTensor]:
+    keys = [*(TensorKey(kind, name) for kind in MOMENTS), TensorKey(Kind.STEP, name, per=Per.SCALAR)]
     found = [entries.get(str(key)) for key in keys]
     if not any(found):
         return []

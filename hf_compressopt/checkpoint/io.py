@@ -1,7 +1,6 @@
 """Save and load an optimizer's state; all ranks call each function.
 
-Every rank writes one safetensors shard, and one rank per folder the index. Every rank reads the tensors that it holds:
-optimizer -> State -> StateTensor -> shards and index -> read plan -> StateTensor -> optimizer
+Every rank writes one safetensors shard, and one rank per folder the index. Every rank reads the tensors that it holds.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from hf_compressopt.checkpoint.partitioned import PartitionedState, PlainState
 from hf_compressopt.checkpoint.save import HostCopy, Snapshot, take_snapshot, write_snapshot
 from hf_compressopt.checkpoint.state import CompressionState, FSDPState, State
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.format.index import INDEX_NAME, check_prefix
+from hf_compressopt.format.index import INDEX_NAME, StrPath, check_prefix
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.optim.base import CompressedOptimizer
@@ -41,17 +40,13 @@ DEFAULT_PREFIX = "compressopt"
 Saved = torch.optim.Optimizer | PlainState | GradientCompression | FSDPCompression
 
 
-def has_checkpoint(directory: str | os.PathLike[str], *, prefix: str = DEFAULT_PREFIX) -> bool:
+def has_checkpoint(directory: StrPath, *, prefix: str = DEFAULT_PREFIX) -> bool:
     """Return whether a folder holds a checkpoint."""
     return (Path(directory) / INDEX_NAME.format(prefix=prefix)).is_file()
 
 
 def save_state(
-    optimizer: Saved,
-    directory: str | os.PathLike[str],
-    *,
-    names: Sequence[str] | None = None,
-    prefix: str = DEFAULT_PREFIX,
+    optimizer: Saved, directory: StrPath, *, names: Sequence[str] | None = None, prefix: str = DEFAULT_PREFIX
 ) -> None:
     """Save an optimizer's whole state, with every rank's errors. All ranks call, and return together.
 
@@ -67,8 +62,7 @@ def save_state(
         prefix: Start of the files' names, for several optimizers in one folder.
 
     Raises:
-        ValueError: If the names or the prefix cannot be used, or if a checkpoint cannot hold the state.
-        TypeError: If the state of such an optimizer cannot be saved.
+        ValueError, TypeError: If the names or the prefix cannot be used, or if a checkpoint cannot hold the state.
         OSError: If a file cannot be written, or if another run saves into the same files. All ranks raise, and an
             earlier checkpoint is as it was.
     """
@@ -77,17 +71,16 @@ def save_state(
 
 def async_save_state(
     optimizer: torch.optim.Optimizer,
-    directory: str | os.PathLike[str],
+    directory: StrPath,
     *,
     names: Sequence[str] | None = None,
     prefix: str = DEFAULT_PREFIX,
 ) -> PendingSave:
     """Save as :func:`save_state` does, but return when the state is copied to host memory. All ranks call.
 
-    The arguments are those of :func:`save_state`. Training may continue and change everything: the state of this call
-    is saved. If an earlier save of this optimizer, or one into these files, is not done, this call waits for it. The
-    copies take as much memory as this rank writes, pinned for tensors of a CUDA device. The memory is kept for the next
-    save, until the optimizer is freed.
+    Training may continue and change everything. An earlier save of this optimizer, or into these files, is waited for.
+    The copies take as much memory as this rank writes, pinned for tensors of a CUDA device. The memory is kept for the
+    next save, until the optimizer is freed.
 
     Returns:
         The save in the background. The next save and load and the end of the process wait for it.
@@ -133,7 +126,7 @@ _BACKGROUNDS: WeakKeyDictionary[torch.optim.Optimizer, _Background] = WeakKeyDic
 
 
 def _begin(
-    optimizer: Saved, directory: str | os.PathLike[str], names: Sequence[str] | None, prefix: str
+    optimizer: Saved, directory: StrPath, names: Sequence[str] | None, prefix: str
 ) -> tuple[Snapshot, Communicator]:
     state, folder = checkpointable(optimizer), Path(directory)
     path = folder / INDEX_NAME.format(prefix=check_prefix(prefix))
@@ -145,20 +138,16 @@ def _begin(
 
 
 def load_state(
-    optimizer: Saved,
-    directory: str | os.PathLike[str],
-    *,
-    names: Sequence[str] | None = None,
-    prefix: str = DEFAULT_PREFIX,
+    optimizer: Saved, directory: StrPath, *, names: Sequence[str] | None = None, prefix: str = DEFAULT_PREFIX
 ) -> None:
     """Load what :func:`save_state` wrote, on any number of ranks, into the optimizer's buffers. All ranks call.
 
-    Each rank reads its part twice. The first time it only verifies, and nothing changes. The second time it verifies
-    again and reads into the optimizer's memory, so that state that exists needs no second copy. (Exceptions are
-    FusedAdam outside a ZeroOptimizer, and checkpoints of another optimizer class.) On as many ranks as saved it, the
-    run continues bit for bit. On another number of ranks moments, variances, master copies and steps are exact too,
-    and server errors stay with their elements. A tensor that was each rank's own becomes the mean over the ranks that
-    saved it: worker errors, and 0/1 Adam's momentum, update and parameters inside a local interval.
+    Each rank reads its part twice: it verifies all of it, and then reads it into the optimizer's memory, so that state
+    that exists needs no second copy. (Exceptions are FusedAdam outside a ZeroOptimizer, and checkpoints of another
+    optimizer class.) On as many ranks as saved it, the run continues bit for bit. On another number of ranks moments,
+    variances, master copies and steps are exact too, and server errors stay with their elements. A tensor that was each
+    rank's own becomes the mean over the ranks that saved it: worker errors, and 0/1 Adam's momentum, update and
+    parameters inside a local interval.
 
     Args:
         optimizer: The optimizer, made as the saved one was. A ZeroOptimizer may have another stage and other sizes of
@@ -172,9 +161,8 @@ def load_state(
 
     Raises:
         CheckpointError: (a ValueError) If the checkpoint is damaged or does not fit. All ranks raise, and nothing has
-            changed. The message names the file. If a file was damaged between the two reads, the message says that the
-            state is half loaded.
-        ValueError: If the prefix cannot be used.
+            changed, unless the message says that a file was damaged between the two reads. It names the file.
+        ValueError, TypeError: If the prefix cannot be used.
     """
     check_prefix(prefix)
     wait_for_saves()
@@ -213,8 +201,6 @@ def _innermost(optimizer: Any) -> Any:
 
 
 # -- saves in the background ------------------------------------------------------------------------------------------
-
-_HEAD_START = 0.01  # seconds; otherwise this thread has the interpreter first, and training waits for 5 ms
 
 
 class PendingSave:
@@ -265,7 +251,7 @@ class PendingSave:
 
     def _run(self) -> None:
         try:
-            time.sleep(_HEAD_START)
+            time.sleep(0.01)  # else this thread has the interpreter first, and training waits for 5 ms
             self._work()
         except BaseException as error:
             self._error = error

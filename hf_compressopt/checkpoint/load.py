@@ -1,67 +1,128 @@
-"""Loads: the ranks agree on an index, check that it fits, and read their tensors, verified."""
+"""Loads: the ranks agree on an index, check that it fits, and read their tensors, verified.
+
+A checkpoint is read as it was saved, or as the state of AdamW that it stands for, whichever optimizer saved it. AdamW
+divides its moments by bias corrections. The moments of a checkpoint are scaled so that this division gives what the run
+itself used. With t the steps of a parameter:
+    m <- m (1 - b1^t) / c1,  v <- v (1 - b2^t) / c2
+Here c1 and c2 are the corrections that the run applies. In its warmup stage they are 1 - b1^t, and 1 - b2^n after n
+updates of the variance. They are 1 if the corrections are part of the moments (after the switch) or off. In
+full-precision steps both factors are 1, and the moments keep their bits. A tensor that is each rank's own, such as 0/1
+Adam's momentum inside a local interval, becomes the mean over the ranks. A parameter that has no variance after the
+switch does not move in the run, and is a new one for AdamW.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from socket import gethostname
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from hf_compressopt.checkpoint.state import FSDPState, Header, LoadPlan, State
-from hf_compressopt.checkpoint.stored import Stored, source_of
+from hf_compressopt.checkpoint.state import (
+    COMPRESSED,
+    MOMENTS,
+    PLAIN,
+    Entries,
+    FSDPState,
+    Header,
+    Kind,
+    LoadPlan,
+    Names,
+    State,
+)
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.errors import values_of
 from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS
+from hf_compressopt.flat import chunk_range
 from hf_compressopt.format.index import (
     BY_PLACE,
     INDEX_NAME,
     NODE_SIZE,
     CheckpointError,
     CheckpointIndex,
+    TensorEntry,
     errors_naming,
     name_by_place,
 )
-from hf_compressopt.format.plan import StateTensor
+from hf_compressopt.format.plan import MASTER, Per, Plan, Read, StateTensor, TensorKey, plan_reads
 from hf_compressopt.format.shards import ShardFiles, absent_shards, not_whole, progress
+from hf_compressopt.kernels import CompactErrors, SignFormat
+from hf_compressopt.kernels.compact import ERROR_CODE, check_tops, decode_variance
+from hf_compressopt.optim.options import check_count, check_scale_block
 
 logger = logging.getLogger(__name__)
+
+_ELEMENTWISE = {**dict.fromkeys((*MOMENTS, "max_exp_avg_sq", MASTER)), "master_param": MASTER}
 
 
 def load(
     state: State, optimizer: torch.optim.Optimizer, folder: Path, names: Sequence[str] | None, prefix: str
 ) -> None:
     """Read a checkpoint into an optimizer's state, verified. All ranks call."""
-    communicator = state.communicator
-    index, path = _agreed_index(communicator, folder / INDEX_NAME.format(prefix=prefix))
+    ranks = state.communicator
+    index, path = _agreed_index(ranks, folder / INDEX_NAME.format(prefix=prefix))
     absent = absent_shards(folder, index)
-    places = communicator.all_gather_object((gethostname(), str(folder.absolute()), list(absent.items())))
+    places = ranks.all_gather_object((gethostname(), str(folder.absolute()), list(absent.items())))
 
     with ExitStack() as opened:  # the files stay open, so that what is read is what was checked
 
-        def check() -> _Reading:
+        def check() -> tuple[Stored, LoadPlan]:
             with errors_naming(path):
                 by_place = index.header.get(BY_PLACE)
-                grouped = _names_by_place(state, optimizer) if by_place else state.checked_names(names)
-                source = source_of(index, _class_of(optimizer), optimizer.param_groups)
-                _check_model(state, index, grouped)
+                grouped = _names_by_place(state, optimizer) if by_place else state.parameter_names(names)
                 out_of_reach = {
-                    number: _out_of_reach(number, problem, index.shards[number].file, places, communicator.rank)
+                    number: _out_of_reach(number, problem, index.shards[number].file, places, ranks.rank)
                     for number, problem in absent.items()
                 }
                 files = opened.enter_context(ShardFiles(folder, index, out_of_reach))
+                source = source_of(index, files, _class_of(optimizer), optimizer.param_groups)
+                _check_model(state, index, grouped)
                 opened.enter_context(_topology_of(source.header, state))
-                plan = state.plan_load(grouped, source.header, source.entries)
-                reading = _Reading(source, plan, files, communicator, path)
-                reading.check()
-            return reading
+                tensors, commit = state.plan_load(grouped, source.header, source.entries)
+                for tensor in _shown("checking", path, tensors, ranks):
+                    source.check(tensor, ranks.world_size)
+            return source, (tensors, commit)
 
-        reading = communicator.run_together(check, others=CheckpointError)
-        communicator.run_together(reading.read, others=CheckpointError)
-    reading.plan.commit()
+        source, (tensors, commit) = ranks.run_together(check, others=CheckpointError)
+        ranks.run_together(lambda: _read(source, path, tensors, ranks), others=CheckpointError)
+    commit()
+
+
+@torch.no_grad()
+def _read(source: Stored, path: Path, tensors: Sequence[StateTensor], communicator: Communicator) -> None:
+    """Read everything once more, from the system's cache if it is still there, into the tensors."""
+    try:
+        for tensor in _shown("loading", path, tensors, communicator):
+            local = tensor.local.detach()
+            direct = local.is_contiguous()
+            values = local.view(-1) if direct else torch.empty(local.numel(), dtype=local.dtype, device="cpu")
+            source.read(tensor, communicator.world_size, values)
+            if not direct:
+                local.copy_(values.view(local.shape))
+    except Exception as error:
+        told = error if isinstance(error, CheckpointError) else f"{path}: {type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{told}: the first check found no error, and now the state is half loaded; load again"
+        ) from error
+
+
+def _shown(doing: str, path: Path, tensors: Sequence[StateTensor], communicator: Communicator) -> Iterator[StateTensor]:
+    """Yield the tensors, and show on rank 0 how many bytes of them were dealt with."""
+    shown = None if communicator.rank == 0 else False
+    with progress(f"{doing} {path.name}", sum(tensor.local.nbytes for tensor in tensors), shown=shown) as advance:
+        for tensor in tensors:
+            yield tensor
+            advance(tensor.local.nbytes)
 
 
 @contextmanager
@@ -100,9 +161,6 @@ def _topology_of(header: Header, state: State) -> Iterator[None]:
         )
 
 
-# -- finding ----------------------------------------------------------------------------------------------------------
-
-
 def _agreed_index(communicator: Communicator, path: Path) -> tuple[CheckpointIndex, Path]:
     """Return the index of the same save on all ranks, and its file."""
     index = communicator.run_together(lambda: CheckpointIndex.read(path), others=CheckpointError)
@@ -136,9 +194,6 @@ def _out_of_reach(number: int, problem: str, file: str, places: Sequence[tuple[s
     raise not_whole(problem)
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
     cls = getattr(optimizer, "optimizer_class", type(optimizer))
     known = cls.__module__.startswith(("torch.optim.", "hf_compressopt."))
@@ -154,7 +209,7 @@ def _names_by_place(state: State, optimizer: torch.optim.Optimizer) -> list[list
     return names
 
 
-def _check_model(state: State, index: CheckpointIndex, names: Sequence[Sequence[str]]) -> None:
+def _check_model(state: State, index: CheckpointIndex, names: Names) -> None:
     saved_ranks = index.header["world_size"]
     if saved_ranks != len(index.shards):
         raise ValueError(f"it was saved by {saved_ranks!r} rank(s) and has {len(index.shards)} shard(s)")
@@ -180,52 +235,364 @@ def _check_model(state: State, index: CheckpointIndex, names: Sequence[Sequence[
                 )
 
 
-@dataclass(frozen=True)
-class _Reading:
-    source: Stored
-    plan: LoadPlan
-    files: ShardFiles
-    communicator: Communicator
-    path: Path
+# -- as it was saved --------------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Read and verify everything, and change nothing."""
-        ranks = self.communicator.world_size
 
-        def check(tensor: StateTensor) -> None:
-            self.source.read(tensor, ranks, self.files, None)
-            if (check_values := self.plan.checks.get(tensor.key)) is not None:
-                values = torch.empty_like(tensor.local, device="cpu")
-                self.source.read(tensor, ranks, self.files, values)
-                check_values(values)
+class Stored:
+    """A checkpoint as it was saved: its index, header, and tensors by name. Compact ones are decoded part by part."""
 
-        self._each("checking", check)
+    header: Header
+    entries: Entries
 
-    @torch.no_grad()
-    def read(self) -> None:
-        """Read everything once more, from the system's cache if it is still there, into the tensors."""
-        ranks = self.communicator.world_size
+    def __init__(self, index: CheckpointIndex, files: ShardFiles) -> None:
+        self.index, self.header, self.entries = index, Header.of(index.header), index.tensors
+        self._files, self._ranks = files, len(index.shards)
+        self._recent: tuple[int, int, Tensor] | None = None  # the part of a momentum that was decoded last
+        self.places: dict[str, tuple[int, int, int]] = {}  # of parameters: group, place and first element in it
+        for group, parameters in enumerate(index.parameters):
+            starts = accumulate((prod(parameter["shape"]) for parameter in parameters), initial=0)
+            for place, (parameter, start) in enumerate(zip(parameters, starts, strict=False)):
+                self.places.setdefault(parameter["name"], (group, place, start))
 
-        def read(tensor: StateTensor) -> None:
-            local = tensor.local.detach()
-            direct = local.is_contiguous()
-            values = local.view(-1) if direct else torch.empty(local.numel(), dtype=local.dtype, device="cpu")
-            self.source.read(tensor, ranks, self.files, values)
-            if not direct:
-                local.copy_(values.view(local.shape))
+    def check(self, tensor: StateTensor, world_size: int) -> None:
+        """Verify what :meth:`read` reads, and that no other value of it is one that no run could have saved."""
+        tops = torch.empty_like(tensor.local, device="cpu") if tensor.key.kind == Kind.TOP else None
+        self.read(tensor, world_size, tops)
+        if tops is not None:
+            check_tops(tops)
 
-        try:
-            self._each("loading", read)
-        except Exception as error:
-            told = error if isinstance(error, CheckpointError) else f"{self.path}: {type(error).__name__}: {error}"
-            raise CheckpointError(
-                f"{told}: the first check found no error, and now the state is half loaded; load again"
-            ) from error
+    def read(self, tensor: StateTensor, world_size: int, out: Tensor | None) -> None:
+        """Read what one of ``world_size`` ranks reads into ``out``, flattened, on any device, or only verify it."""
+        if (parts := self._decoded(tensor)) is not None:
+            _put(out, parts)
+        else:
+            self._fill(out, plan_reads(self.index, tensor, world_size))
 
-    def _each(self, doing: str, action: Callable[[StateTensor], None]) -> None:
-        nbytes = sum(tensor.local.nbytes for tensor in self.plan.tensors)
-        shown = None if self.communicator.rank == 0 else False
-        with progress(f"{doing} {self.path.name}", nbytes, shown=shown) as advance:
-            for tensor in self.plan.tensors:
-                action(tensor)
-                advance(tensor.local.nbytes)
+    def _decoded(self, tensor: StateTensor) -> Iterator[Tensor] | None:
+        """Return the elements of a tensor that is not read as it was saved: a float32 error that lies in messages."""
+        entry = self.index.tensors.get(str(tensor.key.of_rank(0) if tensor.of_each_rank else tensor.key))
+        in_bytes = tensor.is_error and tensor.dtype == "float32" and entry is not None and entry.dtype == "uint8"
+        return self._error_parts(tensor) if in_bytes else None
+
+    def _error_parts(self, wanted: StateTensor) -> Iterator[Tensor]:
+        """Yield the elements of an error in order, [n] float32 each: the mean of all ranks' if each has its own."""
+        (numel,), keys = wanted.shape, [wanted.key]
+        if wanted.of_each_rank:
+            keys = [wanted.key.of_rank(rank) for rank in range(self._ranks)]
+        for bucket, count, byte, whole in self._buckets(
+            numel, wanted.start, wanted.stop, partial(CompactErrors.nbytes, world_size=self._ranks)
+        ):
+            for rank, nbytes in enumerate(ERROR_CODE.chunk_nbytes(count, self._ranks)):
+                first, last = (bucket + place for place in chunk_range(count, self._ranks, rank))
+                low, high = max(first, wanted.start), min(last, wanted.stop)
+                if low < high:
+                    total = torch.zeros(high - low, dtype=torch.float64, device="cpu")
+                    for key in keys:
+                        message = self._bytes(key, whole, byte, byte + nbytes)
+                        total += values_of(CompactErrors(message, last - first))[low - first : high - first]
+                    yield total.div_(len(keys)).float()
+                byte += nbytes
+
+    def _variance_parts(self, wanted: StateTensor) -> Iterator[Tensor]:
+        """Yield the elements of a second moment that lies in codes, in order, [n] float32 each."""
+        group, place, _ = self.places[wanted.key.owner]
+        described = (len(self.index.parameters[group]),), place, place + 1
+        top = torch.cat([*self._parts(StateTensor(TensorKey(Kind.TOP, group=group), "int32", *described))])
+        check_tops(top)
+        for part in self._parts(replace(wanted, key=TensorKey(Kind.CODE, wanted.key.owner), dtype="uint8")):
+            yield decode_variance(part, top)
+
+    def _momentum_parts(self, wanted: StateTensor) -> Iterator[Tensor]:
+        """Yield the elements of a first moment that lies in messages, in order, [n] float32 each."""
+        scale_block: int | None = self.index.header["scale_block"]
+        check_scale_block(scale_block)
+        form, ranks = SignFormat(scale_block), self._ranks
+
+        def nbytes_of(count: int) -> int:
+            return ranks * form.chunk_nbytes(count, ranks)[0]
+
+        group, _, start = self.places[wanted.key.owner]
+        low, high = start + wanted.start, start + wanted.stop
+        numel = sum(prod(parameter["shape"]) for parameter in self.index.parameters[group])
+        for first, count, byte, whole in self._buckets(numel, low, high, nbytes_of):
+            if self._recent is None or self._recent[:2] != (group, first):
+                values, nbytes = torch.empty(count, dtype=torch.float32, device="cpu"), nbytes_of(count)
+                messages = self._bytes(TensorKey(Kind.MESSAGE, group=group), whole, byte, byte + nbytes)
+                form.decompress_(form.average(count, messages, ranks, nbytes // ranks), values)
+                self._recent = group, first, values
+            yield self._recent[2][max(low - first, 0) : high - first].clone()
+
+    def _buckets(
+        self, numel: int, start: int, stop: int, nbytes_of: Callable[[int], int]
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Yield the buckets that hold the elements [start, stop) of a group, whose messages have so many bytes.
+
+        They are given as first element, elements and first byte; the fourth number is the bytes of all buckets.
+        """
+        size: int = self.index.header["bucket_numel"]
+        check_count("bucket_numel", size)
+        size = min(size, numel)
+        whole = numel // size * nbytes_of(size) + nbytes_of(numel % size) if size else 0
+        for first in range(start // size * size, stop, size) if start < stop else ():
+            yield first, min(size, numel - first), first // size * nbytes_of(size), whole
+
+    def _bytes(self, key: TensorKey, whole: int, start: int, stop: int) -> Tensor:
+        found = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        self._fill(found, plan_reads(self.index, StateTensor(key, "uint8", (whole,), start, stop), self._ranks))
+        return found
+
+    def _parts(self, wanted: StateTensor) -> Iterator[Tensor]:
+        """Read a tensor, of which all ranks read the same, as it was saved; the mean if each rank has its own."""
+        plan = plan_reads(self.index, wanted, 0 if wanted.of_each_rank else self._ranks)
+        return self._parts_of(plan, getattr(torch, wanted.dtype))
+
+    def _fill(self, values: Tensor | None, plan: Plan) -> None:
+        """Read what a plan says into ``values`` [numel], on any device, or only verify it."""
+        if values is None or len(plan.sources) == 1:
+            for reads in plan.sources:
+                self._read_source(values, reads)
+        else:
+            _put(values, self._parts_of(plan, values.dtype))
+
+    def _parts_of(self, plan: Plan, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Read what a plan says in parts of a few MiB, in order. A mean is summed in float64, in rank order."""
+        for window in plan.windows(self.index.block_bytes):
+            part = torch.zeros(window.nbytes // dtype.itemsize, dtype=dtype, device="cpu")
+            mean = torch.zeros(part.numel(), dtype=torch.float64, device="cpu") if len(window.sources) > 1 else None
+            for reads in window.sources:
+                self._read_source(part, reads)
+                if mean is not None:
+                    mean += part
+            yield part if mean is None else mean.div_(len(window.sources)).to(dtype)
+
+    def _read_source(self, values: Tensor | None, reads: Sequence[Read]) -> None:
+        for read in reads:
+            end = read.offset + read.end - read.begin
+            out = None if values is None else values.view(torch.uint8)[read.offset : end]
+            memory = out.numpy().data if out is not None and out.device.type == "cpu" else None
+            file = self._files[read.piece.shard]
+            for begin, part in file.blocks(read.piece, read.entry, read.begin, read.end, memory):
+                if out is not None and memory is None:
+                    offset = begin - read.begin
+                    out[offset : offset + len(part)] = torch.frombuffer(part, dtype=torch.uint8)
+
+
+def _put(values: Tensor | None, parts: Iterable[Tensor]) -> None:
+    """Write parts one after another into ``values``, if there are any."""
+    start = 0
+    for part in parts:
+        if values is not None:
+            values[start : start + part.numel()] = part
+        start += part.numel()
+
+
+# -- as one of AdamW -------------------------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """A tensor of AdamW's state: "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master" or "step" of a parameter."""
+
+    key: TensorKey
+    dtype: str
+    shape: tuple[int, ...]  # () for a step
+    stored: StateTensor | None = None  # the whole tensor in the checkpoint; None for a step
+
+
+class AdamView(Stored):
+    """A checkpoint as one of AdamW, for an optimizer of Adam's family that did not save it.
+
+    Attributes:
+        found: The tensors by kind and parameter, such as "step/weight".
+        notes: Sentences about what the checkpoint has and AdamW does not.
+    """
+
+    def __init__(self, index: CheckpointIndex, files: ShardFiles, optimizer: str = "AdamW") -> None:
+        super().__init__(index, files)
+        self.saved, values = self.header, index.header
+        if self.saved.optimizer not in (COMPRESSED if self.saved.compressed else PLAIN):
+            raise ValueError(
+                f"it was saved by {self.saved.title}, which keeps no moments of Adam; supported are "
+                f"{', '.join((*COMPRESSED, *PLAIN))}"
+            )
+        self._groups = self.saved.param_groups(len(index.parameters))
+        self.param_groups = [self._hyperparameters(group) for group in self._groups]
+        self.found = {f"{entry.key.kind}/{entry.key.owner}": entry for entry in self._find()}
+        self._check_complete()
+        self.notes = list(self._find_notes())
+        self._factors: dict[str, dict[str, float]] = {}
+        self._by_name = {str(entry.key): entry for entry in self.found.values()}
+        self.entries = {name: TensorEntry(e.dtype, e.shape, ()) for name, e in self._by_name.items()}
+        fresh = {"stage": 0, "world_size": len(index.shards), "loss_scale": values.get("loss_scale", [1.0, 0])}
+        kept = {name: values[name] for name in ("step", "skipped_steps", "bytes_sent")}
+        own = {"class": f"ZeroOptimizer({optimizer})", "param_groups": self.param_groups}
+        self.header = Header.of({**own, **fresh, **kept})
+
+    def _decoded(self, tensor: StateTensor) -> Iterator[Tensor] | None:
+        """All ranks read the same."""
+        entry = self._by_name.get(str(tensor.key))
+        if entry is None:
+            raise ValueError(f"the checkpoint has no tensor {str(tensor.key)!r}")
+        return self.read_parts(entry, tensor.start, tensor.stop)
+
+    def read_parts(self, entry: Entry, start: int = 0, stop: int | None = None) -> Iterator[Tensor]:
+        """Read elements [start, stop) of a tensor, flattened, in parts of a few MiB in order."""
+        stop = prod(entry.shape) if stop is None else stop
+        if (factors := self._factors.get(entry.key.owner)) is None:
+            factors = self._factors[entry.key.owner] = self._factors_of(entry)
+        factor = factors[entry.key.kind]
+        if entry.stored is None:
+            yield torch.tensor([factor], dtype=torch.float32, device="cpu")[start:stop]
+            return
+        for part in self._moment_parts(replace(entry.stored, start=start, stop=stop)):
+            yield part if factor == 1 else part.mul_(factor)
+
+    def _moment_parts(self, wanted: StateTensor) -> Iterator[Tensor]:
+        if str(wanted.key) in self.index.tensors:
+            return self._parts(wanted)
+        return (self._variance_parts if wanted.key.kind == "exp_avg_sq" else self._momentum_parts)(wanted)
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    def _find(self) -> Iterator[Entry]:
+        for group, parameters in enumerate(self.index.parameters):
+            for parameter in parameters:
+                name, shape = parameter["name"], tuple(parameter["shape"])
+                found = []
+                for kind, name_of_adamw in _ELEMENTWISE.items():
+                    stored = self._stored(kind, name, group, shape)
+                    if stored is not None and (name_of_adamw or kind) not in found:
+                        found.append(name_of_adamw or kind)
+                        yield Entry(TensorKey(found[-1], name), stored.dtype, shape, stored)
+                if set(found) - {MASTER}:
+                    yield Entry(TensorKey(Kind.STEP, name, per=Per.SCALAR), "float32", ())
+
+    def _stored(self, kind: str, name: str, group: int, shape: tuple[int, ...]) -> StateTensor | None:
+        own = self._is_own(kind, name)
+        key = TensorKey(kind, name, rank=0 if own else None)
+        compact = {"exp_avg": TensorKey(Kind.MESSAGE, group=group), "exp_avg_sq": TensorKey(Kind.CODE, name)}.get(kind)
+        if (entry := self.index.tensors.get(str(key))) is not None:
+            return StateTensor(key, entry.dtype, shape, 0, prod(shape), of_each_rank=own)
+        in_compact_form = compact is not None and str(compact) in self.index.tensors
+        return StateTensor(TensorKey(kind, name), "float32", shape, 0, prod(shape)) if in_compact_form else None
+
+    def _is_own(self, kind: str, name: str) -> bool:
+        """Return whether each rank has such a tensor of its own; parameters may be called "w" and "rank0/w"."""
+        if not self.saved.compressed or str(TensorKey(kind, name, rank=0)) not in self.index.tensors:
+            return False
+        found = re.fullmatch(r"rank\d+/(.*)", name, re.DOTALL)
+        of_another = found is not None and found[1] in self.places and self._is_own(kind, found[1])
+        return of_another or str(TensorKey(kind, name)) not in self.index.tensors
+
+    def _check_complete(self) -> None:
+        stored = [entry.stored for entry in self.found.values() if entry.stored is not None]
+        known = {str(tensor.key) for tensor in stored if not tensor.of_each_rank}
+        known |= {str(t.key.of_rank(rank)) for t in stored if t.of_each_rank for rank in range(self._ranks)}
+        known |= {str(TensorKey(Kind.CODE, entry.key.owner)) for entry in self.found.values()}
+        for name in self.index.tensors:
+            if name.startswith(("exp_avg/", f"{Kind.CODE}/")) and name not in known:
+                raise ValueError(
+                    f"it has {name!r}, of a param group with a process_group of its own: only some of the ranks hold "
+                    "such parameters, and no one state dict of AdamW has them all"
+                )
+        for entry in self.found.values():
+            if entry.stored is None:
+                name = entry.key.owner
+                missing = [kind for kind in MOMENTS if f"{kind}/{name}" not in self.found]
+                missing += [] if self._stored_step(entry) else [Kind.STEP]
+                if missing:
+                    raise ValueError(f"it has no {missing[0]} of {name!r}, so it is not a state of Adam")
+
+    def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        found = {
+            "lr": group["lr"],
+            "betas": tuple(group["betas"]),
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "amsgrad": bool(group.get("amsgrad", False)),
+            "maximize": bool(group.get("maximize", False)),
+            "decoupled_weight_decay": bool(is_decoupled(group, self.saved.optimizer)),
+        }
+        return {**found, **({"initial_lr": group["initial_lr"]} if "initial_lr" in group else {})}
+
+    def _find_notes(self) -> Iterator[str]:
+        if any(entry.stored is not None and entry.stored.of_each_rank for entry in self.found.values()):
+            yield "inside a local interval each rank has a momentum of its own: the mean over the ranks is taken"
+        if any(name.startswith("worker_error/") for name in self.index.tensors):
+            yield "the error feedback is left out: AdamW has none"
+        if any(group.get("eps_inside_sqrt") for group in self._groups):
+            yield "eps_inside_sqrt is left out: AdamW adds eps to the square root"
+        if any(name.startswith("exp_avg_mask/") for name in self.index.tensors):
+            yield "exp_avg_mask is left out: AdamW has none"
+        if any(not group["decoupled_weight_decay"] for group in self.param_groups):
+            yield "the weight decay is L2 regularization: continue with torch.optim.Adam"
+
+    # -- factors ------------------------------------------------------------------------------------------------------
+
+    def _factors_of(self, entry: Entry) -> dict[str, float]:
+        """Return the factor of each kind of tensor of an entry's parameter, and the parameter's step."""
+        factors = {name or kind: 1.0 for kind, name in _ELEMENTWISE.items()}
+        number, place, _ = self.places[entry.key.owner]
+        group = self._groups[number]
+        stored = self._stored_step(entry)
+        if stored is None:  # a master copy alone
+            return factors
+        step = updates = self._number(*stored)
+        if (counted := str(TensorKey("variance_steps", group=number))) in self.index.tensors:
+            updates = self._number(counted, place)
+        switched = self._switched(group)
+        variance = self.found[f"exp_avg_sq/{entry.key.owner}"].stored if switched else None
+        if variance is not None and not any(bool(part.any()) for part in self._moment_parts(variance)):
+            return {**factors, Kind.STEP: 0.0, "exp_avg": 0.0}
+        applied = not switched and bool(group.get("bias_correction", True))
+        for beta, count, kinds in zip(
+            group["betas"], (step, updates), (("exp_avg",), ("exp_avg_sq", "max_exp_avg_sq")), strict=True
+        ):
+            wanted, own = 1 - beta**step, 1 - beta**count if applied else 1.0
+            if wanted != own and wanted > 0 and own > 0:
+                factors.update(dict.fromkeys(kinds, wanted / own))
+        return {**factors, Kind.STEP: step}
+
+    def _switched(self, group: dict[str, Any]) -> bool:
+        if not self.saved.compressed or group.get("non_freeze"):
+            return False
+        schedule = self.index.header["schedule"]
+        freeze_step = schedule["freeze_step" if "freeze_step" in schedule else "var_freeze_step"]
+        return isinstance(freeze_step, int) and self.index.header["step"] >= freeze_step
+
+    def _stored_step(self, entry: Entry) -> tuple[str, int] | None:
+        if self.saved.compressed:
+            group, place, _ = self.places[entry.key.owner]
+            return str(TensorKey(Kind.STEP, group=group)), place
+        names = (str(TensorKey(Kind.STEP, entry.key.owner, per=per)) for per in (Per.SCALAR, Per.NUMBER))
+        return next(((name, 0) for name in names if name in self.index.tensors), None)
+
+    def _number(self, name: str, place: int) -> float:
+        entry = self.index.tensors.get(name)
+        if entry is None:
+            raise ValueError(f"the checkpoint has no tensor {name!r}")
+        (value,) = self._parts(StateTensor(TensorKey.parse(name), entry.dtype, entry.shape, place, place + 1))
+        return float(value)
+
+
+def is_decoupled(group: Mapping[str, Any], optimizer: str) -> Any:
+    """Return whether the weight decay of a param group is decoupled, as in AdamW."""
+    return group.get("decoupled_weight_decay", group.get("adam_w_mode", optimizer != "Adam"))
+
+
+def source_of(index: CheckpointIndex, files: ShardFiles, optimizer: str, groups: Sequence[dict[str, Any]]) -> Stored:
+    """Return a checkpoint as an optimizer loads it: as its own class saved it, or else as AdamW's state."""
+    stored = Stored(index, files)
+    saved, to_compressed = stored.header.optimizer, optimizer in COMPRESSED
+    if saved == optimizer or (stored.header.compressed and to_compressed):
+        return stored
+    if saved not in (*PLAIN, *COMPRESSED) or optimizer not in (*PLAIN, *COMPRESSED):
+        return stored
+    view = AdamView(index, files, "AdamW" if to_compressed else optimizer)
+    for number, (found, group) in enumerate(zip(view.param_groups, groups, strict=False)):
+        if found["weight_decay"] != 0 and found["decoupled_weight_decay"] != is_decoupled(group, optimizer):
+            raise ValueError(
+                f"the weight decay of param group {number}, {found['weight_decay']}, is "
+                f"{'decoupled' if found['decoupled_weight_decay'] else 'L2 regularization'} in the checkpoint, and not "
+                f"in {optimizer}"
+            )
+    return view

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.state import WORKER, Header, LoadPlan, State, not_alike
+from hf_compressopt.checkpoint.state import Entries, Header, Kind, LoadPlan, Names, State, not_alike
 from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.errors import keep_, values_of
 from hf_compressopt.collectives.torch_dist import make_communicator
@@ -33,7 +33,7 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def _groups_to_load(
-    groups: Sequence[dict[str, Any]], header: Header, names: Sequence[Sequence[str]], entries: Mapping[str, TensorEntry]
+    groups: Sequence[dict[str, Any]], header: Header, names: Names, entries: Entries
 ) -> list[dict[str, Any]]:
     saved = header.param_groups(len(groups))
     for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
@@ -44,9 +44,9 @@ def _groups_to_load(
     return [group_from_plain(values) for values in saved]
 
 
-def _check_keys(state: Mapping[Any, Any], optimizer: str) -> None:
+def _check_keys(state: Mapping[Any, Any], optimizer: str, reserved: Sequence[str] = (MASTER, REPLICA)) -> None:
     for key in state:
-        named = isinstance(key, str) and "/" not in key and key not in (MASTER, REPLICA)
+        named = isinstance(key, str) and "/" not in key and key not in reserved
         if not named or TensorKey.parse(key).per is not Per.ELEMENT:
             raise ValueError(
                 f"the state {key!r} of {optimizer} cannot be saved by this name: a key must be a string without '/', "
@@ -79,12 +79,11 @@ def _misfit(key: TensorKey, entry: TensorEntry, param: Tensor) -> ValueError:
 
 # -- whole on every rank ----------------------------------------------------------------------------------------------
 
-#: Number of a parameter in state dicts, a key of its state, and what was read for it.
-_Row = tuple[int, TensorKey, Tensor]
-
 
 class PlainState(State):
     """The state of an ordinary optimizer, which every rank holds alike, as that of a ZeroOptimizer around it."""
+
+    reserved: tuple[str, ...] = (MASTER, REPLICA)  # names that no state of the optimizer's own may have
 
     def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator | None = None) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -102,35 +101,28 @@ class PlainState(State):
         device = next((param.device for param in params), torch.device("cpu"))
         names: list[list[str]] = []
         trainable: list[list[Tensor]] = []
-        self._numbers: list[int] = []  # of the trainable parameters, in state dicts
-        number = count()
         for index, group in enumerate(optimizer.param_groups):
             called = group.get("param_names", [name_by_place(index, place) for place in range(len(group["params"]))])
-            rows = [(param, name, next(number)) for param, name in zip(group["params"], called, strict=True)]
-            rows = [row for row in rows if row[0].requires_grad]
-            names.append([name for _, name, _ in rows])
-            trainable.append([param for param, _, _ in rows])
-            self._numbers += [place for _, _, place in rows]
+            rows = [(param, name) for param, name in zip(group["params"], called, strict=True) if param.requires_grad]
+            names.append([name for _, name in rows])
+            trainable.append([param for param, _ in rows])
         own = communicator or make_communicator(None, None, device=device, traffic=Traffic())
         super().__init__(own, names, trainable)
 
-    def _called(self, names: Sequence[Sequence[str]]) -> Iterator[tuple[int, Tensor, str]]:
-        return zip(self._numbers, chain.from_iterable(self.params), chain.from_iterable(names), strict=True)
+    def _called(self, names: Names) -> Iterator[tuple[Tensor, str]]:
+        return zip(chain.from_iterable(self.params), chain.from_iterable(names), strict=True)
 
-    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
+    def tensors(self, names: Names) -> list[StateTensor]:
         tensors = []
-        for _, param, name in self._called(names):
+        for param, name in self._called(names):
             state = self._optimizer.state.get(param, {})
-            self._check_keys(state)
+            _check_keys(state, self._name, self.reserved)
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == param.shape and (value.dim() > 0 or key != "step"):
                     tensors.append(StateTensor.of(TensorKey(key, name), value, replicated=True))
                 elif value is not None:
                     tensors.append(_value_of_parameter(key, name, value, replicated=True))
         return tensors
-
-    def _check_keys(self, state: Mapping[Any, Any]) -> None:
-        _check_keys(state, self._name)
 
     def header(self) -> dict[str, Any]:
         steps = [int(state["step"]) for state in self._optimizer.state.values() if "step" in state]
@@ -145,42 +137,43 @@ class PlainState(State):
             "param_groups": [plain_group(group) for group in self._optimizer.param_groups],
         }
 
-    def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
+    def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
         if header.values.get("class") != f"ZeroOptimizer({self._name})":
             raise ValueError(f"the state is of {header.title}, this optimizer is {self._name}")
         check_count("world_size", header.values.get("world_size"))
         groups = _groups_to_load(self._optimizer.param_groups, header, names, entries)
         rows = list(self._rows(names, entries))
-        wanted = [StateTensor.of(key, local, entries[str(key)].shape, replicated=True) for _, key, local in rows]
-        return LoadPlan(wanted, lambda: self._commit(rows, groups))
+        return [tensor for _, tensor in rows], lambda: self._commit(rows, groups)
 
-    def _rows(self, names: Sequence[Sequence[str]], entries: Mapping[str, TensorEntry]) -> Iterator[_Row]:
+    def _rows(self, names: Names, entries: Entries) -> Iterator[tuple[Tensor, StateTensor]]:
         of_parameter = keys_by_parameter(entries)
         # a load_state_dict of the optimizer's own may refuse what was read, and then the state must be as it was
         in_place = type(self._optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         in_place = in_place and not self._optimizer._optimizer_load_state_dict_pre_hooks
-        for number, param, name in self._called(names):
-            for key in of_parameter.get(name, []):
-                entry = entries[str(key)]
-                if key.kind == REPLICA:
-                    continue
-                if key.kind == MASTER and entry.dtype == dtype_name(param) and entry.shape == tuple(param.shape):
-                    yield number, key, param.detach()  # the parameter lagged behind it
-                    continue
-                if key.kind == MASTER:
+        for param, name in self._called(names):
+            for key in (key for key in of_parameter.get(name, []) if key.kind != REPLICA):
+                entry, local = entries[str(key)], param.detach()
+                fits = entry.shape == tuple(param.shape)
+                if key.kind == MASTER and not (fits and entry.dtype == dtype_name(param)):
                     raise ValueError(f"it has a master copy of {name}, which an optimizer without ZeRO does not use")
-                if entry.shape != tuple(param.shape) and key.per is Per.ELEMENT:
+                if key.per is Per.ELEMENT and not fits:
                     raise _misfit(key, entry, param)
-                in_use = in_place and key.per is Per.ELEMENT
-                live = self._optimizer.state.get(param, {}).get(key.kind) if in_use else None
-                yield number, key, _room_for(live, entry.shape, entry.dtype)
+                if key.kind != MASTER:  # which the parameter lagged behind
+                    in_use = in_place and key.per is Per.ELEMENT
+                    live = self._optimizer.state.get(param, {}).get(key.kind) if in_use else None
+                    local = _room_for(live, entry.shape, entry.dtype)
+                yield param, StateTensor.of(key, local, entry.shape)
 
-    def _commit(self, rows: Sequence[_Row], groups: Sequence[dict[str, Any]]) -> None:
+    def _commit(self, rows: Sequence[tuple[Tensor, StateTensor]], groups: Sequence[dict[str, Any]]) -> None:
         packed = self._optimizer.state_dict()
+        params = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+        numbers = {param: number for number, param in enumerate(params)}
         state: dict[int, dict[str, Any]] = {}
-        for number, key, value in rows:
-            if key.kind != MASTER:
-                state.setdefault(number, {})[key.kind] = value.item() if key.per is Per.NUMBER else value
+        for param, tensor in rows:
+            kind, value = tensor.key.kind, tensor.local
+            if kind != MASTER:
+                row = state.setdefault(numbers[param], {})
+                row[kind] = value.item() if tensor.key.per is Per.NUMBER else value
         for mine, saved in zip(packed["param_groups"], groups, strict=True):
             for name, value in saved.items():
                 if name in mine and name not in FUNCTIONAL:
@@ -220,15 +213,15 @@ def _errors_of_slice(
     everyone = partition.communicator
     for number, rows in gradients.error_places.items():
         flat = partition.known[number].communicator.levels is None  # as in groups of only some ranks
-        key = TensorKey(WORKER, called[number], rank=everyone.rank if flat else everyone.topology.node)
+        key = TensorKey(Kind.WORKER, called[number], rank=everyone.rank if flat else everyone.topology.node)
         own: dict[str, Any] = {"of_each_rank": True, "node_size": everyone.topology.node_size, "is_error": True}
-        runs: list[tuple[int, int, int]] = []  # first element, place and number of what is one piece in both
-        for begin, span in sorted(rows, key=lambda row: row[1].start):
-            start, place, numel = runs.pop() if runs else (span.start, begin, 0)
-            if (start + numel, place + numel) != (span.start, begin):
-                runs.append((start, place, numel))
-                start, place, numel = span.start, begin, 0
-            runs.append((start, place, numel + span.numel))
+        runs: list[tuple[int, int, int]] = []  # first element, place and number of what is in one piece in both
+        for begin, span in rows:
+            start, place, numel = runs[-1] if runs else (0, 0, -1)
+            if (start + numel, place + numel) == (span.start, begin):
+                runs[-1] = start, place, numel + span.numel
+            else:
+                runs.append((span.start, begin, span.numel))
         for start, place, numel in runs:
             yield StateTensor.of(key, local(place, numel), tuple(partition.tensors[number].shape), start, **own)
 
@@ -253,8 +246,7 @@ class PartitionedState(State):
         nodes = {NODE_SIZE: size} if size > 1 else {}
         return {**header_of(optimizer), **nodes, "param_groups": [plain_group(g) for g in optimizer.param_groups]}
 
-    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
-        """Tensors with a value per element share memory with the optimizer."""
+    def tensors(self, names: Names) -> list[StateTensor]:
         optimizer, called = self._optimizer, self._qualified(names)
         optimizer.partition.require_replicas("save_state()")
         tensors = list(error_tensors(optimizer.partition, called))
@@ -284,7 +276,7 @@ class PartitionedState(State):
             )
         return _value_of_parameter(kind, name, value)
 
-    def _qualified(self, names: Sequence[Sequence[str]]) -> list[str]:
+    def _qualified(self, names: Names) -> list[str]:
         """One name per parameter; if only some ranks hold copies of it, with the first of them."""
         partition = self._optimizer.partition
         rest = [iter(group) for group in names]
@@ -304,7 +296,7 @@ class PartitionedState(State):
                 gradients.make_errors(gradients.errors.form)
         return found
 
-    def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
+    def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
         optimizer, partition, called = self._optimizer, self._optimizer.partition, self._qualified(names)
         partition.require_replicas("load_state()")
         check_header(optimizer, header.values)
@@ -332,7 +324,7 @@ class PartitionedState(State):
                 key, local = tensor.key, tensor.local
                 if key.kind in (MASTER, REPLICA):
                     row[key.kind] = local
-                elif key.per is Per.ELEMENT and not part.direct and not header.is_partitioned:
+                elif key.per is Per.ELEMENT and not part.direct and header.values.get("stage") == 0:
                     row["state"][key.kind] = local.to(part.tensor.dtype)  # it was a 16-bit parameter's
                 else:
                     row["state"][key.kind] = local.item() if key.per is Per.NUMBER else local
@@ -340,17 +332,17 @@ class PartitionedState(State):
             load_header(optimizer, header.values)
             self._synchronize(rows, {TensorKey.parse(name).kind for name in entries})
 
-        return LoadPlan(wanted, commit)
+        return wanted, commit
 
     def _staged(
-        self, rows: Sequence[Row], called: Sequence[str], header: Header, entries: Mapping[str, TensorEntry]
+        self, rows: Sequence[Row], called: Sequence[str], header: Header, entries: Entries
     ) -> Iterator[tuple[Row, StateTensor]]:
         of_parameter = keys_by_parameter(entries)
         for row in rows:
             bucket, part, _ = row
             name, param = called[part.param], self._optimizer.partition.tensors[part.param]
             keys, master = of_parameter.get(name, []), TensorKey(MASTER, name)
-            if part.tensor.dtype != param.dtype and master not in keys and header.is_partitioned:
+            if part.tensor.dtype != param.dtype and master not in keys and header.values.get("stage") != 0:
                 keys = [*keys, master]  # its absence is an error; an ordinary optimizer has none to save
             for key in keys if part.is_ahead else [key for key in keys if key.kind != REPLICA]:
                 entry = entries.get(str(key)) or TensorEntry(dtype_name(part.tensor), tuple(param.shape), ())

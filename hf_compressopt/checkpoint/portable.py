@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,14 +26,17 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
+from hf_compressopt.checkpoint.load import AdamView, Entry
 from hf_compressopt.checkpoint.partitioned import PlainState
-from hf_compressopt.checkpoint.stored import MOMENTS, STEP, AdamView, Entry, bytes_of
+from hf_compressopt.checkpoint.save import bytes_of
+from hf_compressopt.checkpoint.state import MOMENTS, Kind
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import (
     BY_PLACE,
     DTYPES,
     INDEX_NAME,
     CheckpointIndex,
+    StrPath,
     check_prefix,
     errors_naming,
     name_by_place,
@@ -48,7 +50,7 @@ from hf_compressopt.optim.state import STATE_KEY
 _HOW_TO_RUN = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 _SWITCHES = ("amsgrad", "maximize", "bias_correction")
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "initial_lr", *_SWITCHES)
-_KINDS = (STEP, *MOMENTS, "max_exp_avg_sq", MASTER)
+_KINDS = (Kind.STEP, *MOMENTS, "max_exp_avg_sq", MASTER)
 _MOST_STEPS = 2**53
 _SAFETENSORS, _TORCH = ".safetensors", (".pt", ".pth", ".bin")
 #: Storages begin at multiples of this, as those of torch.save do.
@@ -63,7 +65,7 @@ _STORAGES = {
 }
 
 
-def find_index(directory: str | os.PathLike[str], prefix: str | None = None) -> Path | None:
+def find_index(directory: StrPath, prefix: str | None = None) -> Path | None:
     """Return the index of a folder's checkpoint, or None if there is none."""
     folder = Path(directory)
     found = sorted(folder.glob(INDEX_NAME.format(prefix=f"{DEFAULT_PREFIX}*" if prefix is None else prefix)))
@@ -73,10 +75,10 @@ def find_index(directory: str | os.PathLike[str], prefix: str | None = None) -> 
     return found[0] if found else None
 
 
-def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = False) -> list[str]:
+def consolidate(index_path: Path, out: StrPath, *, force: bool = False) -> list[str]:
     """Write a checkpoint of any of our optimizers as one file of AdamW's state, verified, in little memory.
 
-    The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.stored`. The file gets its name
+    The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.load`. The file gets its name
     only when it is whole. Returns sentences about what the checkpoint has and the file does not.
     """
     path = Path(out)
@@ -88,28 +90,28 @@ def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = 
     if path.resolve() in {(index_path.parent / shard.file).resolve() for shard in index.shards}:
         raise ValueError(f"{path} is a shard of the checkpoint itself: give another name")
     with errors_naming(index_path):
-        view = AdamView(index)
         with ShardFiles(index_path.parent, index) as files:
+            view = AdamView(index, files)
             if path.suffix == _SAFETENSORS:
-                _write_safetensors(path, view, files)
+                _write_safetensors(path, view)
                 return view.notes
-            _write_torch_file(path, view, files)
+            _write_torch_file(path, view)
     masters = sum(entry.key.kind == MASTER for entry in view.found.values())
     left_out = [f"{masters} float32 master copies are left out: AdamW has none; a {_SAFETENSORS} file keeps them"]
     return view.notes + (left_out if masters else [])
 
 
-def _write_safetensors(path: Path, view: AdamView, files: ShardFiles) -> None:
+def _write_safetensors(path: Path, view: AdamView) -> None:
     groups = [
         {**group, "params": parameters}
         for group, parameters in zip(view.param_groups, view.index.parameters, strict=True)
     ]
     metadata = {"format": "pt", "optimizer": "AdamW", "param_groups": json.dumps(groups)}
     layout = {name: (entry.dtype, entry.shape) for name, entry in view.found.items()}
-    write_shard(path, layout, metadata, lambda name: map(bytes_of, view.read_parts(view.found[name], files)))
+    write_shard(path, layout, metadata, lambda name: map(bytes_of, view.read_parts(view.found[name])))
 
 
-def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
+def _write_torch_file(path: Path, view: AdamView) -> None:
     entries: dict[Tensor, Entry] = {}
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
     count = 0
@@ -118,12 +120,12 @@ def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
         count += len(parameters)
         packed["param_groups"].append({**group, **_HOW_TO_RUN, "params": numbers})
         for number, parameter in zip(numbers, parameters, strict=True):
-            for kind in (STEP, *MOMENTS, "max_exp_avg_sq"):
+            for kind in (Kind.STEP, *MOMENTS, "max_exp_avg_sq"):
                 if (entry := view.found.get(f"{kind}/{parameter['name']}")) is not None:
                     tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
                     packed["state"].setdefault(number, {})[kind] = tensor
                     entries[tensor] = entry
-    write_torch_file(path, packed, lambda tensor: map(bytes_of, view.read_parts(entries[tensor], files)))
+    write_torch_file(path, packed, lambda tensor: map(bytes_of, view.read_parts(entries[tensor])))
 
 
 # -- the other way ----------------------------------------------------------------------------------------------------
@@ -131,6 +133,8 @@ def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
 
 class _Imported(PlainState):
     """The state of a file, which this process saves alone; ``by_place``: its parameters have places, and no names."""
+
+    reserved = ()  # a file of ZeroOptimizer's state has master copies
 
     def __init__(self, optimizer: torch.optim.Optimizer, by_place: bool) -> None:
         super().__init__(optimizer, TorchCommunicator(alone=True))
@@ -140,17 +144,8 @@ class _Imported(PlainState):
         header = super().header()
         return {**header, BY_PLACE: True} if self._by_place else header
 
-    def _check_keys(self, state: Mapping[Any, Any]) -> None:
-        """Accept master copies, which a file of ZeroOptimizer's state has."""
 
-
-def import_state(
-    source: str | os.PathLike[str],
-    directory: str | os.PathLike[str],
-    *,
-    prefix: str = DEFAULT_PREFIX,
-    force: bool = False,
-) -> None:
+def import_state(source: StrPath, directory: StrPath, *, prefix: str = DEFAULT_PREFIX, force: bool = False) -> None:
     """Make a checkpoint of a file of AdamW's state: a Trainer's ``optimizer.pt``, or what :func:`consolidate` wrote.
 
     A file for torch.load has no names: its parameters are identified by their places in the param groups, as in torch.
@@ -223,7 +218,7 @@ def _placeholder_of(row: dict[str, Any]) -> nn.Parameter:
     """Return a parameter that this state fits; without state, a frozen one."""
     if not row:
         return nn.Parameter(torch.empty(0), requires_grad=False)
-    if not {STEP, *MOMENTS} <= row.keys():
+    if not {Kind.STEP, *MOMENTS} <= row.keys():
         raise ValueError(f"the state of a parameter has {sorted(row)}, and must have step, exp_avg and exp_avg_sq")
     return _placeholder(row["exp_avg"].shape, row["exp_avg"].dtype)
 
@@ -273,7 +268,7 @@ def _checked_state(name: str, row: dict[str, Any], param: Tensor) -> Iterator[tu
         value = row.get(kind)
         if value is None:
             continue
-        if kind == STEP:
+        if kind == Kind.STEP:
             if isinstance(value, (bool, str)) or not 0 <= float(value) < _MOST_STEPS:
                 raise ValueError(f"the step of {name} must be a number from 0 to {_MOST_STEPS}, got {value!r}")
         elif not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_floating_point():

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.checkpoint.state import State, not_alike
-from hf_compressopt.checkpoint.stored import bytes_of
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import BLOCK_BYTES, INDEX_NAME, SHARD_NAME, CheckpointIndex, Piece, Shard, TensorEntry
 from hf_compressopt.format.plan import Per, StateTensor, TensorKey
@@ -42,7 +41,7 @@ class Snapshot:
     save_id: str  # the number in the shards' names
     rank: int
     peers: list[int]  # for every rank the first of those that write into the same folder
-    tensors: list[StateTensor]  # of this rank's shard
+    tensors: Sequence[StateTensor]  # of this rank's shard
     header: dict[str, Any]
     parameters: list[list[dict[str, Any]]]
 
@@ -64,18 +63,16 @@ def take_snapshot(state: State, folder: Path, names: Sequence[str] | None, prefi
     """Begin a save: agree on its number, and on which rank writes what. All ranks call."""
     communicator = state.communicator
     save_id = communicator.all_gather_object(token_hex(8))[0]
-    alone = list(range(communicator.world_size))
-    empty = Snapshot(folder, prefix, save_id, communicator.rank, alone, [], {}, [])
+    ranks, described = list(range(communicator.world_size)), list[Snapshot]()
+    empty = Snapshot(folder, prefix, save_id, communicator.rank, ranks, [], {}, [])
 
-    grouped: list[list[str]] = []
-    described: list[Snapshot] = []
-
-    def begin() -> None:
-        grouped.extend(state.checked_names(names))
+    def begin() -> list[list[str]]:
+        grouped = state.parameter_names(names)
         make_folder(folder)
         begun(empty.shard_file(empty.rank)).touch()
+        return grouped
 
-    communicator.run_together(begin, empty.remove)
+    grouped = communicator.run_together(begin, empty.remove)
 
     def describe() -> int:
         """Describe the state; returns the first rank that writes into this folder."""
@@ -84,17 +81,15 @@ def take_snapshot(state: State, folder: Path, names: Sequence[str] | None, prefi
         for tensor in tensors:
             if counts[tensor.shard_key] > 1 and tensor.key.per is Per.ELEMENT:
                 raise ValueError(f"two tensors of the state are called {tensor.shard_key!r}: give other names=...")
-        parameters = state.described(grouped)
-        described.append(replace(empty, tensors=tensors, header=header, parameters=parameters))
-        first = next((rank for rank in alone if begun(empty.shard_file(rank)).exists()), None)
+        described.append(replace(empty, tensors=tensors, header=header, parameters=state.described(grouped)))
+        first = next((rank for rank in ranks if begun(empty.shard_file(rank)).exists()), None)
         if first is None:
             raise lost(begun(empty.shard_file(empty.rank)))
         return first
 
     peers = communicator.gather_together(describe, empty.remove)
-    mine, (snapshot,) = [rank for rank in alone if peers[rank] == peers[empty.rank]], described
-    tensors = _assigned(snapshot.tensors, mine.index(empty.rank), len(mine))
-    return replace(snapshot, peers=peers, tensors=tensors)
+    mine, (snapshot,) = [rank for rank in ranks if peers[rank] == peers[empty.rank]], described
+    return replace(snapshot, peers=peers, tensors=_assigned(snapshot.tensors, mine.index(empty.rank), len(mine)))
 
 
 class HostCopy:
@@ -120,6 +115,10 @@ class HostCopy:
                 torch.accelerator.synchronize(device)
         self._room = room
         return replace(snapshot, tensors=tensors)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def begun(shard: Path) -> Path:
@@ -201,8 +200,8 @@ def _write_shard(snapshot: Snapshot, quiet: bool) -> dict[str, Any]:
     entries: dict[str, dict[str, Any]] = {}
     for key, tensor in stored.items():
         piece = Piece(snapshot.rank, key, tensor.start, tensor.stop, checksums[key])
-        entry = entries.setdefault(str(tensor.key), asdict(TensorEntry(tensor.dtype, tensor.shape, ())))
-        entry["pieces"] = [*entry["pieces"], asdict(piece)]
+        entry = entries.setdefault(str(tensor.key), {"dtype": tensor.dtype, "shape": tensor.shape, "pieces": []})
+        entry["pieces"].append(asdict(piece))
     return {"file": file.name, "bytes": nbytes, "tensors": entries}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -23,9 +23,20 @@ from hf_compressopt.optim.options import names_by_group
 #: The optimizers whose state is Adam's moments: as they are, or inside a ZeroOptimizer.
 PLAIN = ("AdamW", "Adam", "FusedAdam", "Lamb")
 COMPRESSED = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
-#: Kinds of the errors.
-WORKER, SERVER = "worker_error", "server_error"
-_ZERO = re.compile(r"ZeroOptimizer\((\w+)\)")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Names = Sequence[Sequence[str]]  # of the parameters, per param group
+Entries = Mapping[str, TensorEntry]  # the tensors of a checkpoint, by name
+#: What a load reads, into memory that may be the optimizer's own, and a function that then takes over the header, and
+#: what was read into other memory.
+LoadPlan = tuple[Sequence[StateTensor], Callable[[], None]]
+
+
+class Kind:
+    """What tensors hold, beside moments."""
+
+    WORKER, SERVER, STEP = "worker_error", "server_error", "step"
+    CODE, TOP = "exp_avg_sq_code", "exp_avg_sq_top"  # of a variance in 8 bits
+    MESSAGE = "exp_avg_message"  # which is the momentum
 
 
 @dataclass(frozen=True)
@@ -40,17 +51,12 @@ class Header:
         if "optimizer" in values:
             return cls(values, str(values["optimizer"]), True)
         name = str(values.get("class"))
-        zero = _ZERO.fullmatch(name)
+        zero = re.fullmatch(r"ZeroOptimizer\((\w+)\)", name)
         return cls(values, zero[1] if zero else name, False)
 
     @property
     def title(self) -> Any:
         return self.values.get("optimizer", self.values.get("class"))
-
-    @property
-    def is_partitioned(self) -> bool:
-        """True if a ZeroOptimizer of stage 1 or 2 has written it, which saves master copies of 16-bit parameters."""
-        return not self.compressed and self.values.get("stage") != 0
 
     def param_groups(self, count: int) -> list[Any]:
         saved = self.values.get("param_groups")
@@ -59,34 +65,18 @@ class Header:
         return saved
 
 
-@dataclass(frozen=True)
-class LoadPlan:
-    """Effect of a load on an optimizer."""
-
-    tensors: Sequence[StateTensor]  # what is read, into memory that may be the optimizer's own
-    commit: Callable[[], None]  # takes over the header, and what was read into other memory, after all is read
-    #: For some small tensors what raises a ValueError, before anything changes, if no run could have saved the values.
-    checks: Mapping[TensorKey, Callable[[Tensor], None]] = field(default_factory=dict)
-
-
 class State(ABC):
     """An optimizer's state as a checkpoint sees it. ``params`` lists no param group with its own process group."""
 
-    def __init__(
-        self, communicator: Communicator, names: Sequence[Sequence[str]], params: Sequence[Sequence[Tensor]]
-    ) -> None:
+    def __init__(self, communicator: Communicator, names: Names, params: Sequence[Sequence[Tensor]]) -> None:
         self.communicator, self.params, self._names = communicator, params, names
 
     def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
         """Return the names of the trainable parameters per param group: those given in their order, or their own."""
-        return names_by_group(self._names, names)
-
-    def checked_names(self, names: Sequence[str] | None) -> list[list[str]]:
-        """Return those of :meth:`parameter_names` if files can hold them."""
         for name in names or ():
             if not isinstance(name, str):
                 raise TypeError(f"names must be strings, got {name!r}")
-        grouped = self.parameter_names(names)
+        grouped = names_by_group(self._names, names)
         for name in chain.from_iterable(grouped):
             try:
                 name.encode()
@@ -96,7 +86,7 @@ class State(ABC):
                 ) from None
         return grouped
 
-    def described(self, names: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
+    def described(self, names: Names) -> list[list[dict[str, Any]]]:
         return [
             [
                 {"name": name, "shape": list(param.shape), "dtype": dtype_name(param)}
@@ -106,15 +96,15 @@ class State(ABC):
         ]
 
     @abstractmethod
-    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
-        """Describe every state tensor that this rank holds a part of, for a save."""
+    def tensors(self, names: Names) -> Sequence[StateTensor]:
+        """Describe every state tensor that this rank holds a part of, for a save; they share the optimizer's memory."""
 
     @abstractmethod
     def header(self) -> dict[str, Any]:
         """Return the values of a checkpoint beside its tensors, as JSON holds them."""
 
     @abstractmethod
-    def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
+    def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
         """Check that a checkpoint fits, and say what to read. The optimizer does not change."""
 
     def remake_errors(self) -> list[Callable[[], None]]:
@@ -134,8 +124,8 @@ def errors_of_group(errors: GroupErrors, group: int, communicator: Communicator)
     place = communicator.topology
     own: dict[str, Any] = {"of_each_rank": True, "node_size": place.node_size}
     for key, parts, options in (
-        (TensorKey(WORKER, group=group, rank=place.node), errors.stored_worker(), own),
-        (TensorKey(SERVER, group=group), errors.stored_server(), {}),
+        (TensorKey(Kind.WORKER, group=group, rank=place.node), errors.stored_worker(), own),
+        (TensorKey(Kind.SERVER, group=group), errors.stored_server(), {}),
     ):
         for start, part in parts:
             if part.numel():
@@ -146,7 +136,7 @@ def errors_of_group(errors: GroupErrors, group: int, communicator: Communicator)
 
 
 class LowBitState(State):
-    """The errors, and what counts steps and bytes."""
+    """The errors, and what counts steps and bytes. A single rank, or replica of FSDP2, has no errors."""
 
     def __init__(
         self,
@@ -172,51 +162,40 @@ class LowBitState(State):
             "bytes_sent": compression.traffic.total_bytes,
         }
 
-    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
-        """A single rank, or replica of FSDP2, has no errors."""
-        return self._tensors(names, self._errors)
-
-    def _tensors(self, names: Sequence[Sequence[str]], errors: Sequence[GroupErrors]) -> list[StateTensor]:
-        if not any(group.worker.numel() or group.server.numel() for group in errors):
-            return []
-        return [tensor for tensor in self._described(names[0], errors) if tensor.local.numel()]
+    def tensors(self, names: Names) -> list[StateTensor]:
+        return self._described(names[0], self._errors)
 
     @abstractmethod
-    def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> Iterator[StateTensor]:
+    def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> list[StateTensor]:
         """Describe worker and server errors."""
 
-    def _room(self, header: Header, entries: Mapping[str, TensorEntry]) -> list[GroupErrors]:
+    @abstractmethod
+    def _take_counters(self, steps: int, skipped_steps: int) -> None: ...
+
+    def _room(self, header: Header, entries: Entries) -> list[GroupErrors]:
         """The errors that a load fills, in the form of the checkpoint."""
         return [errors.room(compact=False) for errors in self._errors]
 
-    def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
+    def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
         """Set the errors to zero if the run that saved had none."""
-        compression, values = self._compression, header.values
+        values = header.values
         if header.title != self._title:
             raise ValueError(f"it is of {header.title}, not of {self._title}")
-        is_fsdp = isinstance(compression, FSDPCompression)  # whose replicas have errors, where elsewhere ranks have
-        known = values["world_size"] > (values.get(NODE_SIZE, 1) if is_fsdp else 1)
-        served = not is_fsdp or any(name.startswith(f"{SERVER}/") for name in entries)
-        rooms = self._room(header, entries)
+        saved, rooms = {TensorKey.parse(name).kind for name in entries}, self._room(header, entries)
 
         def commit() -> None:
             for errors, room in zip(self._errors, rooms, strict=True):
-                if not known:
+                if Kind.WORKER not in saved:
                     errors.zero_()
                     continue
-                if not served:  # saved without replicas
+                if Kind.SERVER not in saved:  # as by FSDP2 without replicas
                     room.server.zero_()
                 if room is not errors:
                     errors.copy_(room.worker, room.server)
-            if isinstance(compression, FSDPCompression):
-                compression.gather_in_full()
-                compression.set_counters(values["step"], values["skipped_steps"])
-            else:
-                compression.steps, compression.skipped_steps = values["step"], values["skipped_steps"]
-            compression.traffic.restore(values["bytes_sent"])
+            self._take_counters(values["step"], values["skipped_steps"])
+            self._compression.traffic.restore(values["bytes_sent"])
 
-        wanted = self._tensors(names, rooms) if known else []
-        return LoadPlan([tensor for tensor in wanted if served or tensor.key.kind != SERVER], commit)
+        return [tensor for tensor in self._described(names[0], rooms) if tensor.key.kind in saved], commit
 
 
 class CompressionState(LowBitState):
@@ -238,16 +217,19 @@ class CompressionState(LowBitState):
         self._gradients._buckets = []
         return [errors.remake() for errors in self._errors]
 
-    def _room(self, header: Header, entries: Mapping[str, TensorEntry]) -> list[GroupErrors]:
-        (errors,), saved = self._errors, entries.get(str(TensorKey(SERVER, group=0)))
+    def _take_counters(self, steps: int, skipped_steps: int) -> None:
+        self._gradients.steps, self._gradients.skipped_steps = steps, skipped_steps
+
+    def _room(self, header: Header, entries: Entries) -> list[GroupErrors]:
+        (errors,), saved = self._errors, entries.get(str(TensorKey(Kind.SERVER, group=0)))
         alike = (self.communicator.world_size, self._bucket_numel) == tuple(
             header.values.get(name) for name in ("world_size", "bucket_numel")
         )
         in_bytes = saved is not None and saved.dtype == "uint8"
         return [errors.room(compact=in_bytes and alike and self.communicator.levels is None)]
 
-    def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> Iterator[StateTensor]:
-        return errors_of_group(errors[0], 0, self.communicator)
+    def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> list[StateTensor]:
+        return list(errors_of_group(errors[0], 0, self.communicator))
 
 
 class FSDPState(LowBitState):
@@ -255,8 +237,7 @@ class FSDPState(LowBitState):
 
     def __init__(self, compression: FSDPCompression) -> None:
         peers, self._shard = compression.communicator, compression.replica.rank
-        self._gather_in_full = compression.gather_in_full
-        self._units, self._replica = compression.units, peers.rank
+        self._fsdp, self._units, self._replica = compression, compression.units, peers.rank
         found = {n: p for errors in self._units for n, p in zip(errors.unit.names, errors.unit.params, strict=True)}
         params = {name: found[name] for name in sorted(found)}  # in one order, whatever the units are
         ranks, together = TorchCommunicator(device=peers.device), 1
@@ -270,21 +251,29 @@ class FSDPState(LowBitState):
             )
         super().__init__(compression, ranks, params, [errors.kept for errors in self._units], together)
 
-    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
+    def tensors(self, names: Names) -> list[StateTensor]:
         """See the base class. The replicas of parameters are not saved: this run gathers anew, as one that resumes."""
-        self._gather_in_full()
+        self._fsdp.gather_in_full()
         return super().tensors(names)
 
-    def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> Iterator[StateTensor]:
+    def _take_counters(self, steps: int, skipped_steps: int) -> None:
+        self._fsdp.gather_in_full()
+        self._fsdp.set_counters(steps, skipped_steps)
+
+    def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> list[StateTensor]:
+        described: list[StateTensor] = []
+        if not any(group.worker.numel() for group in errors):
+            return described
         values = [group.values() if group.compact else (group.worker, group.server) for group in errors]
         called = {own: (name, p.shape) for own, name, p in zip(self._names[0], names, self.params[0], strict=True)}
         mine: dict[str, Any] = {"of_each_rank": True, "node_size": self._node_size}
         for unit, held in zip(self._units, values, strict=True):
             for kind, shard, start, found in unit.runs(held, self._shard):
-                rank, own = (self._replica, mine) if kind == WORKER else (None, {})
+                rank, own = (self._replica, mine) if kind == Kind.WORKER else (None, {})
                 for known, offset, numel, first in unit.unit.places(shard):
                     low, high = max(start, offset), min(start + found.numel(), offset + numel)
                     if low < high:
                         (name, shape), part = called[known], found[low - start : high - start]
                         key, at = TensorKey(kind, name, rank=rank), first + low - offset
-                        yield StateTensor.of(key, part, tuple(shape), at, is_error=True, **own)
+                        described.append(StateTensor.of(key, part, tuple(shape), at, is_error=True, **own))
+        return described

@@ -10,6 +10,7 @@ who can write the shards can write the index too.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ DTYPES = {
     "complex64": ("C64", 8),
 }
 
+StrPath = str | os.PathLike[str]
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -113,7 +115,7 @@ class TensorEntry:
     def read(cls, values: dict[str, Any]) -> TensorEntry:
         if values["dtype"] not in DTYPES:
             raise ValueError(f"the dtype {values['dtype']!r} is not supported")
-        shape = tuple(_count(size) for size in values["shape"])
+        shape = tuple(map(_count, values["shape"]))
         return cls(values["dtype"], shape, tuple(map(_piece, values["pieces"])))
 
     @property
@@ -223,7 +225,7 @@ def _count(value: Any, low: int = 0) -> int:
 
 
 def _parameter(entry: dict[str, Any]) -> dict[str, Any]:
-    shape = [_count(size) for size in entry["shape"]]
+    shape = list(map(_count, entry["shape"]))
     return {"name": str(entry["name"]), "shape": shape, "dtype": str(entry["dtype"])}
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from hf_compressopt.format.index import INDEX_NAME, CheckpointError, CheckpointIndex
+from hf_compressopt.format.index import INDEX_NAME, CheckpointError, CheckpointIndex, StrPath
 from hf_compressopt.format.shards import ShardFiles, absent_shards, not_whole
 
 #: Pattern of the prefixes that Trainer, Accelerate and save_state use by default.
 _ANY_PREFIX = "compressopt*"
 
 
-def collect(
-    directory: str | os.PathLike[str], *, prefix: str | None = None, verify: bool = False
-) -> list[dict[str, Any]]:
+def collect(directory: StrPath, *, prefix: str | None = None, verify: bool = False) -> list[dict[str, Any]]:
     """Look at the checkpoints of a folder: all, or those whose files start with ``prefix``.
 
     Returns for each, as JSON holds it, ``index`` (the file), ``verified``, ``problems``, and what ``_look`` finds.

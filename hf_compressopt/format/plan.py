@@ -173,16 +173,13 @@ def _fitting(index: CheckpointIndex, name: str, wanted: StateTensor) -> TensorEn
 
 
 def _reads(entry: TensorEntry, wanted: StateTensor) -> tuple[Read, ...]:
-    reads = []
-    for piece in entry.pieces:
-        first, last = max(piece.start, wanted.start), min(piece.stop, wanted.stop)
-        if first < last:
-            begin, end, offset = first - piece.start, last - piece.start, first - wanted.start
-            reads.append(Read(entry, piece, begin * entry.itemsize, end * entry.itemsize, offset * entry.itemsize))
-    return tuple(reads)
+    size = entry.itemsize
+    whole = (Read(entry, p, 0, (p.stop - p.start) * size, p.start * size) for p in entry.pieces)
+    return tuple(_clip(whole, wanted.start * size, wanted.stop * size))
 
 
-def _clip(reads: tuple[Read, ...], low: int, high: int) -> Iterator[Read]:
+def _clip(reads: Iterable[Read], low: int, high: int) -> Iterator[Read]:
+    """Yield what of the reads goes to bytes [low, high), as reads of these alone."""
     for read in reads:
         first, last = max(read.offset, low), min(read.offset + read.end - read.begin, high)
         if first < last:

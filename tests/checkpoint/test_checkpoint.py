@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 from hf_compressopt import OnebitAdam, load_state, save_state
-from hf_compressopt.checkpoint.load import _Reading
+from hf_compressopt.checkpoint import load as loading
 from hf_compressopt.checkpoint.portable import consolidate
 from hf_compressopt.format.index import CheckpointError, checksum_of, sealed
 from hf_compressopt.format.shards import ShardFile
@@ -324,18 +324,18 @@ def test_a_consolidated_file_needs_whole_moments(case: str, saved: Path, tmp_pat
 
 def damage_after_check(rank: int, world_size: int, directory: str) -> None:
     """Another process flips a bit of rank 1's shard when all of it has been checked and nothing is loaded yet."""
-    read, turns = _Reading.read, []
+    read, turns = loading._read, []
 
-    def damage_and_read(self: Any) -> None:
-        turns.append(self)
+    def damage_and_read(*arguments: Any) -> None:
+        turns.append(arguments)
         if rank == 0:
             HOSTILE["a bit"](Path(directory))
-        self.communicator.all_gather_object(None)
-        read(self)
+        torch.distributed.barrier()
+        read(*arguments)
 
     _, optimizer = make(world_size)
     try:
-        with mock.patch.object(_Reading, "read", damage_and_read):
+        with mock.patch.object(loading, "_read", damage_and_read):
             load_state(optimizer, directory)
     finally:
         assert len(turns) == 1

@@ -5,6 +5,7 @@ the clock or at a random call into the file system, one of them is killed, and t
 """
 
 import errno
+import io
 import math
 import mmap
 import multiprocessing
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -88,7 +90,21 @@ def kill_at(number: int, names: Sequence[str]) -> None:
         return counting
 
     for place, name in enumerate(names):
-        setattr(os, name, watched(getattr(os, name), before=len(names) > 1 and (number + place) % 2 == 0))
+        owner: Any = Watched if name == "write" else os
+        setattr(owner, name, watched(getattr(owner, name), before=len(names) > 1 and (number + place) % 2 == 0))
+    mock.patch("builtins.open", opened).start()
+
+
+class Watched(io.FileIO):
+    """A file that a save writes; :func:`kill_at` watches its ``write``."""
+
+    write = io.FileIO.write
+
+
+def opened(path: Any, mode: str = "r", *args: Any, opener: Any = None, open: Any = open, **kwargs: Any) -> Any:
+    if opener is None:
+        return open(path, mode, *args, **kwargs)
+    return io.BufferedWriter(Watched(path, mode.replace("b", ""), opener=opener))
 
 
 class Progress:

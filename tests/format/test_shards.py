@@ -22,13 +22,13 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_compressopt import load_state, save_state
-from hf_compressopt.checkpoint.partitioned import PlainState
-from hf_compressopt.checkpoint.portable import consolidate, write_torch_file
+from hf_compressopt import ZeroOptimizer, load_state, save_state
+from hf_compressopt.checkpoint.portable import write_torch_file
 from hf_compressopt.format import shards
-from hf_compressopt.format.index import BLOCK_BYTES, DTYPES, CheckpointError, CheckpointIndex, Piece, Shard, TensorEntry
+from hf_compressopt.format.index import BLOCK_BYTES, DTYPES, CheckpointError, Piece, TensorEntry
 from hf_compressopt.format.shards import ShardFile, write_shard
 from tests.support.forking import forked
+from tests.support.harness import run_ranks
 
 
 @pytest.mark.parametrize("block_bytes", [7, 64, 4096])
@@ -122,37 +122,26 @@ def test_what_is_no_whole_safetensors_file_is_refused_by_name(data: bytes, said:
         ShardFile(tmp_path / "file")
 
 
-def test_more_shards_than_a_process_may_open_files_are_read(tmp_path: Path) -> None:
-    ranks, param = 300, torch.nn.Parameter(torch.zeros(300))
-    shards, pieces = [], {"exp_avg": [], "exp_avg_sq": []}
-    for rank in range(ranks):
-        shard = tmp_path / f"shard{rank}"
-        parts = {f"{kind}/p@{rank}": ("float32", (1,)) for kind in pieces}
-        step = {"scalar:step/p": ("float32", ())} if rank == 0 else {}
-        value = data_of(torch.tensor([float(rank)]))
-        nbytes, sums = write_shard(shard, {**parts, **step}, {"save_id": "1"}, lambda _, value=value: [value])
-        for kind in pieces:
-            pieces[kind].append(Piece(rank, f"{kind}/p@{rank}", rank, rank + 1, sums[f"{kind}/p@{rank}"]))
-        if step:
-            first = sums["scalar:step/p"]
-        shards.append(Shard(shard.name, nbytes))
-    tensors = {f"{kind}/p": TensorEntry("float32", (ranks,), tuple(found)) for kind, found in pieces.items()}
-    tensors["scalar:step/p"] = TensorEntry("float32", (), (Piece(0, "scalar:step/p", 0, 1, first),))
-    optimizer = torch.optim.AdamW([("p", param)])
-    header = {**PlainState(optimizer).header(), "world_size": ranks}
-    index = CheckpointIndex(
-        "1", 1 << 22, header, [[{"name": "p", "shape": [ranks], "dtype": "float32"}]], shards, tensors
-    )
-    (tmp_path / "compressopt.index.json").write_bytes(index.to_json())
+def save_parts(rank: int, world_size: int, folder: str) -> None:
+    param = torch.nn.Parameter(torch.zeros(300))
+    optimizer = ZeroOptimizer([("p", param)], torch.optim.SGD, lr=1.0, momentum=0.9)
+    param.grad = torch.arange(300.0)
+    optimizer.step()
+    save_state(optimizer, folder)
+
+
+def test_more_shards_than_a_process_may_open_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(4, save_parts, str(tmp_path))
+    param = torch.nn.Parameter(torch.zeros(300))
+    optimizer = torch.optim.SGD([("p", param)], lr=1.0, momentum=0.9)
+    monkeypatch.setattr(shards, "_MOST_OPEN", 2)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, limits[1]))
     try:
         load_state(optimizer, tmp_path)
-        consolidate(tmp_path / "compressopt.index.json", tmp_path / "out.pt")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    for found in (optimizer.state[param], torch.load(tmp_path / "out.pt")["state"][0]):
-        assert found["exp_avg"].tolist() == found["exp_avg_sq"].tolist() == list(range(ranks))
+    assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.arange(300.0))
 
 
 def data_of(tensor: torch.Tensor) -> bytes:
@@ -243,17 +232,6 @@ def test_a_full_disk_leaves_no_file(allocation: str, tmp_path: Path, monkeypatch
     assert caught.value.errno == errno.EFBIG and [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
-def test_small_files_are_whole_or_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards.publish(shards.write_aside(tmp_path / "index", b"old"), tmp_path / "index")
-    aside = shards.write_aside(tmp_path / "index", b"new")
-    assert (tmp_path / "index").read_bytes() == b"old" and aside.read_bytes() == b"new"
-    aside.unlink()
-    monkeypatch.setattr(os, "fsync", lambda _: cannot_allocate(errno.EIO))
-    with pytest.raises(OSError, match="Input/output"):
-        shards.write_aside(tmp_path / "index", b"new")
-    assert (tmp_path / "index").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
-
-
 class Failing(io.FileIO):
     """A file of a system that tells an error of the disk at the close."""
 
@@ -263,18 +241,29 @@ class Failing(io.FileIO):
             cannot_allocate(errno.EIO)
 
 
-def test_a_close_that_fails_leaves_no_file_and_tells_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("builtins.open", lambda path, mode, opener: Failing(path, mode, opener=opener))
-    with pytest.raises(OSError, match="Input/output.*tmp"):
-        write(tmp_path / "file", b"1")
-    assert list(tmp_path.iterdir()) == []
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "shard": lambda path: write(path, b"1"),
+    "for torch.load": lambda path: write_torch_file(path, {}, lambda _: []),
+    "index": lambda path: shards.write_aside(path, b"new"),
+}
 
 
-def test_a_name_that_cannot_be_given_leaves_no_file(tmp_path: Path) -> None:
-    (tmp_path / "file").mkdir()
-    with pytest.raises(OSError):
-        write(tmp_path / "file", b"1")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("failure", ["sync", "close", "name"])
+def test_a_file_is_whole_or_as_it_was(failure: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    if failure == "close":
+        monkeypatch.setattr("builtins.open", lambda path, mode, opener: Failing(path, mode, opener=opener))
+    else:
+        monkeypatch.setattr(os, "fsync" if failure == "sync" else "replace", lambda *_: cannot_allocate(errno.EIO))
+    if (failure, kind) == ("name", "index"):  # which gets its name later
+        assert WRITERS[kind](path).read_bytes() == b"new"
+        (tmp_path / "file.tmp").unlink()
+    else:
+        with pytest.raises(OSError, match="Input/output.*tmp"):
+            WRITERS[kind](path)
+    assert path.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
