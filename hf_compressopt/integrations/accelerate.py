@@ -36,8 +36,7 @@ from hf_compressopt.integrations.algorithms import (
     shares,
 )
 from hf_compressopt.integrations.models import (
-    DDPModels,
-    ShardedModels,
+    Models,
     check_distributed_type,
     check_somebody_averages,
     is_loaded_in_shards,
@@ -63,8 +62,7 @@ class Attachment:
     checked: bool = False  # since the last object was prepared
     said: list[str] = field(default_factory=list)  # lines of the log that were written
     untold: list[Any] = field(default_factory=list)  # optimizers and compressions whose first step is not over
-    models: DDPModels = field(default_factory=DDPModels)
-    sharded: ShardedModels = field(default_factory=ShardedModels)
+    models: Models = field(default_factory=Models)
     partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
     following: set[int] = field(default_factory=set)  # parameters (by id) of compressed optimizers given to prepare
     without_ddp: set[int] = field(default_factory=set)  # parameters (by id) of models prepared without DDP for them
@@ -101,16 +99,6 @@ class Attachment:
             yield
         finally:
             accelerator.ddp_handler = given
-
-    def compressions(self) -> list[GradientCompression | FSDPCompression]:
-        """The states of the models whose gradients are compressed."""
-        return [*self.models.compressions(), *self.sharded.compressions()]
-
-    def metrics(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for number, state in enumerate(self.compressions()):
-            found.update(log.prefixed_metrics(state, log.prefix_of(number)))
-        return found
 
 
 class CompressOptAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -183,19 +171,22 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             evaluation_mode = self._compressopt.grad_compression != "none"  # the model averages its gradients itself
         if not evaluation_mode and self.num_processes > 1:
             undo_evaluation_mode(model, self._models)
-        if not evaluation_mode and self._is_partitioned(model):
+        state, plugin = self._compressopt, self._compressopt.plugin
+        partitioned = plugin is not None and (plugin.partitions or plugin.zero_stage == 2)
+        if not evaluation_mode and (partitioned or shares(model.parameters(), state.partitioned)):
             alone: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
-            self._compressopt.without_ddp |= {id(p) for p in model.parameters()}
-            self._check_somebody_averages(self.optimizers_inside())
+            if self.num_processes > 1:
+                state.without_ddp |= {id(p) for p in model.parameters()}
+                check_somebody_averages(self.optimizers_inside(), state.without_ddp)
             communicator = TorchCommunicator(device=self.device)
             for tensor in (*alone.parameters(), *alone.buffers()):  # as DDP does
                 communicator.broadcast(tensor)
             return alone
-        with self._compressopt.gradients_in_buckets(self, model):
+        with state.gradients_in_buckets(self, model):
             prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         if loaded:  # transformers' Trainer prepares it for evaluation
             self._compress_sharded([prepared])
-        self._compressopt.models.add(prepared)
+        state.models.add(prepared)
         self._bind()
         return prepared
 
@@ -203,7 +194,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Prepare as Accelerate does; by the plugin, an Adam or AdamW becomes a compressed optimizer."""
-        plugin = self._compressopt.plugin
+        state, plugin = self._compressopt, self._compressopt.plugin
         check_distributed_type(self, innermost(optimizer), plugin)
         if plugin is not None:
             if self.is_main_process and (reason := plugin.leaves_alone(innermost(optimizer))):
@@ -213,11 +204,11 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if owns_gradients(inner):
             self._take_over_gradients(inner)
         elif frees_gradients(inner) and self.num_processes > 1 and inner.freed is not None:
-            self._compressopt.models.check_not_averaging(inner)
+            state.models.check_not_averaging(inner)
             inner.freed.loss_scale = self._loss_scale
         if saves_shards(inner) and self.scaler is not None and not isinstance(self.scaler, GradScaler):
             self.scaler.__class__ = GradScaler
-        self._check_somebody_averages([inner])
+        check_somebody_averages([inner], state.without_ddp)
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if hasattr(inner, "step_was_skipped"):
             prepared.__class__ = CompressOptAcceleratedOptimizer
@@ -248,16 +239,6 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             known.clear()
         return super().free_memory(*objects)
 
-    def _is_partitioned(self, model: nn.Module) -> bool:
-        plugin = self._compressopt.plugin
-        if plugin is not None and (plugin.partitions or plugin.zero_stage == 2):
-            return True
-        return shares(model.parameters(), self._compressopt.partitioned)
-
-    def _check_somebody_averages(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        if self.num_processes > 1:
-            check_somebody_averages(optimizers, self._compressopt.without_ddp)
-
     def _take_over_gradients(self, optimizer: ZeroOptimizer) -> None:
         """Check that no DDP averages the optimizer's gradients, and that no earlier optimizer takes them away."""
         self._compressopt.models.check_not_averaging(optimizer)
@@ -270,7 +251,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """Send the gradients of FSDP2's models between replicas in low-bit messages, if the user asked for it."""
         state, models = self._compressopt, [found for found in prepared if isinstance(found, nn.Module)]
         if state.grad_compression != "none" and models:
-            state.sharded.compress(models, self, state.grad_compression, state.messages, self._loss_scale)
+            state.models.compress_sharded(models, state.grad_compression, state.messages, self._loss_scale)
 
     def _advise_on_auto(self, args: Sequence[Any]) -> None:
         """Say that the length of the run is unknown, if the plugin made an optimizer and nothing has told it."""
@@ -289,13 +270,12 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """Give every model the hook that its optimizers need."""
         state, optimizers = self._compressopt, self.optimizers_inside()
         state.checked = False
-        own_hook, compression = getattr(self.ddp_handler, "comm_hook", None), state.grad_compression
-        state.models.bind(optimizers, own_hook, self._loss_scale)
-        if compression != "none" and self.num_processes > 1:
-            state.models.compress(optimizers, own_hook, compression, state.messages, self._loss_scale)
-        elif compression != "none" and optimizers:
-            logger.warning("grad_compression=%s has no effect: there is one process, which sends nothing", compression)
+        if state.grad_compression != "none" and self.num_processes == 1 and optimizers:
+            message = "grad_compression=%s has no effect: there is one process, which sends nothing"
+            logger.warning(message, state.grad_compression)
             state.grad_compression = "none"
+        own_hook = getattr(self.ddp_handler, "comm_hook", None)
+        state.models.bind(optimizers, own_hook, self._loss_scale, state.grad_compression, state.messages)
 
     def _loss_scale(self) -> float:
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
@@ -321,27 +301,19 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(p) for p in parameters}
         owners = [o for o in self.our_optimizers() if shares(o.trainable_parameters, wanted)]
-        if not owners:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
-        if norm_type != 2:
+        if owners and norm_type != 2:
             raise ValueError(f"norm_type must be 2 with {type(owners[0]).__name__}, got {norm_type}")
-        self._unscale(owners)
-        if owns_gradients(owners[0]):
-            if len(owners) > 1:
-                raise ValueError("clip the parameters of one ZeroOptimizer at a time: each has a norm of its own")
-            return owners[0].clip_grad_norm_(max_norm, parameters)
-        local = [owner for owner in owners if follows_plan(owner) and owner.local_gradients]
+        local = [owner for owner in owners if not follows_plan(owner) or owner.local_gradients]
+        if self.scaler is not None and not (self.native_amp and self.mixed_precision == "fp16"):
+            for owner in owners:  # the scaler was set by hand
+                self.scaler.unscale_(owner)
+        elif local:
+            self.unscale_gradients()
         if not local:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
+        if len(owners) > 1 and any(map(owns_gradients, owners)):
+            raise ValueError("clip the parameters of one ZeroOptimizer at a time: each has a norm of its own")
         return local[0].clip_grad_norm_(max_norm, parameters)
-
-    def _unscale(self, owners: Sequence[Ours]) -> None:
-        """Unscale before clipping, also if a scaler was set by hand and mixed_precision is not "fp16"."""
-        if self.scaler is not None and not (self.native_amp and self.mixed_precision == "fp16"):
-            for owner in owners:
-                self.scaler.unscale_(owner)
-        elif any(not follows_plan(owner) or owner.local_gradients for owner in owners):
-            self.unscale_gradients()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward as Accelerate does, on the loss times the loss scale that a ZeroOptimizer divides by again."""
@@ -368,8 +340,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             )
         compressing = optimizers if state.grad_compression != "none" else list(filter(follows_plan, optimizers))
         wanted = {id(p) for o in compressing if not frees_gradients(o) for p in all_parameters(o) if p.requires_grad}
-        sharded = [found.model for found in state.sharded.compressions()]
-        hooked = {id(p) for model in (*state.models.hooked(), *sharded) for p in model.parameters()}
+        hooked = {id(p) for model in state.models.hooked() for p in model.parameters()}
         for model in map(without_compile, self._models):
             if any(id(p) in wanted and id(p) not in hooked for p in model.parameters()):
                 what = names if state.grad_compression == "none" else f"grad_compression={state.grad_compression}"
@@ -384,7 +355,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """Write to the log what was attached, and after the first step how much less was sent."""
         state = self._compressopt
         if not state.checked:
-            state.untold = [*self.our_optimizers(), *state.compressions()]
+            state.untold = [*self.our_optimizers(), *state.models.compressions()]
             lines = []
             for found in state.untold:
                 schedule = log.describe_schedule(found) if follows_plan(found) else ""
@@ -400,10 +371,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Log as Accelerate does, with the optimizers' metrics as ``compressopt/...``."""
-        metrics: dict[str, float] = {}
-        for number, optimizer in enumerate(self.our_optimizers()):
-            metrics.update(log.prefixed_metrics(optimizer, log.prefix_of(number)))
-        metrics.update(self._compressopt.metrics())
+        compressions = self._compressopt.models.compressions()
+        metrics = {**log.prefixed_metrics(*self.our_optimizers()), **log.prefixed_metrics(*compressions)}
         super().log({**metrics, **values}, step=step, log_kwargs=log_kwargs or {})
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -451,25 +420,32 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         super().end_training()
 
     def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
-        background = self._compressopt.plugin is not None and self._compressopt.plugin.async_save
-        save_shards(self.optimizers_inside(), models, directory, background=background)
-        save_compressions(self._compressopt.compressions(), directory)
+        state = self._compressopt
+        background = state.plugin is not None and state.plugin.async_save
+        save_states(self.optimizers_inside(), models, state.models.compressions(), directory, background=background)
 
     def _load_shards(self, models: list[nn.Module], directory: str) -> None:
         load_shards(self.optimizers_inside(), models, directory, self.device, self._compressopt.loading)
-        load_compressions(self._compressopt.compressions(), directory)
+        load_compressions(self._compressopt.models.compressions(), directory)
 
 
 # -- states in shards, beside the files of the host -------------------------------------------------------------------
 
 
-def save_shards(
-    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module], directory: str, *, background: bool
+def save_states(
+    optimizers: Sequence[torch.optim.Optimizer],
+    models: Sequence[nn.Module],
+    compressions: Sequence[GradientCompression | FSDPCompression],
+    directory: str,
+    *,
+    background: bool,
 ) -> None:
-    """Save the states of the optimizers that save shards. All ranks call."""
+    """Save the states of the optimizers that save shards, and the errors of compressed gradients. All ranks call."""
     save = io.async_save_state if background else io.save_state
     for number, optimizer in enumerate(filter(saves_shards, optimizers)):
         save(optimizer, directory, names=parameter_names(optimizer, models), prefix=log.prefix_of(number))
+    for number, state in enumerate(compressions):
+        io.save_state(state, directory, prefix=_errors_prefix(number))
 
 
 def load_shards(
@@ -479,7 +455,7 @@ def load_shards(
     device: torch.device,
     loading: ExitStack,
 ) -> None:
-    """Load the states that :func:`save_shards` saved. All ranks call."""
+    """Load the states of the optimizers that :func:`save_states` saved. All ranks call."""
     # With as many checkpoints as optimizers, the ordinary optimizers load theirs too.
     last = len(optimizers) - 1
 
@@ -498,14 +474,8 @@ def load_shards(
             loading.callback(optimizer.own_parameters_restorer())  # the host loads one model into all ranks next
 
 
-def save_compressions(compressions: Sequence[GradientCompression | FSDPCompression], directory: str) -> None:
-    """Save the errors of compressed gradients. All ranks call."""
-    for number, state in enumerate(compressions):
-        io.save_state(state, directory, prefix=_errors_prefix(number))
-
-
 def load_compressions(compressions: Sequence[GradientCompression | FSDPCompression], directory: str) -> None:
-    """Load the errors that :func:`save_compressions` saved; without them the errors start at zero. All ranks call."""
+    """Load the errors that :func:`save_states` saved; without them the errors start at zero. All ranks call."""
     for number, state in enumerate(compressions):
         prefix = _errors_prefix(number)
         if any(state.communicator.all_gather_object(io.has_checkpoint(directory, prefix=prefix))):
@@ -593,7 +563,7 @@ def _attach_and_prepare(name: str, original: Callable[..., Any], self: Accelerat
         return original(self, *args, **kwargs)
     if ours:
         log.show_log()
-    return getattr(make_ours(self, None), name)(*args, **kwargs)
+    return getattr(make_ours(self), name)(*args, **kwargs)
 
 
 def attach(accelerator: Accelerator, plugin: CompressOptPlugin | None = None) -> CompressOptAccelerator:
@@ -617,13 +587,13 @@ def attach(accelerator: Accelerator, plugin: CompressOptPlugin | None = None) ->
         )
     if not ours:
         log.show_log()
-        return make_ours(accelerator, plugin)
+        make_ours(accelerator)
     if plugin is not None:
         accelerator._compressopt.take(plugin)
     return cast("CompressOptAccelerator", accelerator)
 
 
-def make_ours(accelerator: Accelerator, plugin: CompressOptPlugin | None) -> CompressOptAccelerator:
+def make_ours(accelerator: Accelerator) -> CompressOptAccelerator:
     """Change the accelerator's class, in place."""
     guard_torch_clipping()
     cls = type(accelerator)
@@ -632,8 +602,6 @@ def make_ours(accelerator: Accelerator, plugin: CompressOptPlugin | None) -> Com
     elif not issubclass(cls, CompressOptAccelerator):
         accelerator.__class__ = type(f"CompressOpt{cls.__name__}", (CompressOptAccelerator, cls), {})
     accelerator._compressopt = Attachment()
-    if plugin is not None:
-        accelerator._compressopt.take(plugin)
     accelerator.register_save_state_pre_hook(accelerator._save_shards)
     accelerator.register_load_state_pre_hook(accelerator._load_shards)
     return cast("CompressOptAccelerator", accelerator)

@@ -50,10 +50,10 @@ def prefix_of(number: int) -> str:
     return DEFAULT_PREFIX if number == 0 else f"{DEFAULT_PREFIX}_{number}"
 
 
-def prefixed_metrics(state: Any, prefix: str = DEFAULT_PREFIX) -> dict[str, float]:
-    """The metrics of an optimizer, or of a compression of gradients, for a log line: ``<prefix>/<name>``."""
-    metrics = state.metrics()
-    return {f"{prefix}/{name}": metrics[name] for name in _LOGGED if name in metrics}
+def prefixed_metrics(*states: Any) -> dict[str, float]:
+    """The metrics of optimizers, or of compressions of gradients, for a log line: ``<prefix>/<name>``."""
+    numbered = [(prefix_of(number), state.metrics()) for number, state in enumerate(states)]
+    return {f"{prefix}/{name}": metrics[name] for prefix, metrics in numbered for name in _LOGGED if name in metrics}
 
 
 def describe_saving(state: Any) -> str:

@@ -27,6 +27,7 @@ from hf_compressopt.integrations.plugin import CompressOptPlugin
 from hf_compressopt.optim.math import is_dtensor
 
 GRAD_COMPRESSION = "grad_compression="
+_LOADED_IN_SHARDS = "from_pretrained(distributed_config=...)"
 _INSTEAD = {
     "DEEPSPEED": "DeepSpeed averages the gradients and takes the steps itself. Launch without DeepSpeed; "
     "`hf-compressopt from-deepspeed ds_config.json` translates its configuration",
@@ -35,58 +36,52 @@ _INSTEAD = {
     "FSDP": "FSDP partitions the parameters and averages the gradients itself. Use an ordinary optimizer with FSDP2 "
     "(grad_compression=int4), or launch without FSDP: --optim zero2_adamw partitions gradients and optimizer state",
     "XLA": "XLA averages the gradients itself. Use an ordinary optimizer there",
+    _LOADED_IN_SHARDS: "leave out one of the two, or use an ordinary optimizer with grad_compression",
 }
 
 
-class DDPModels:
-    """The DDP models of an accelerator, which are not kept alive."""
+class Models:
+    """The models of an accelerator, which are not kept alive, and the messages of their gradients."""
 
     def __init__(self) -> None:
-        self._models: WeakKeyDictionary[DistributedDataParallel, None] = WeakKeyDictionary()  # in their order
-
-    def __iter__(self) -> Iterator[DistributedDataParallel]:
-        return iter(list(self._models))
+        self._ddp: WeakKeyDictionary[DistributedDataParallel, None] = WeakKeyDictionary()  # in their order
+        self._sharded: WeakKeyDictionary[FSDPCompression, None] = WeakKeyDictionary()  # a model's hooks keep both alive
 
     def add(self, model: nn.Module) -> None:
         """Add a prepared model, if it is a DDP model."""
         if isinstance(inner := without_compile(model), DistributedDataParallel):
-            self._models.setdefault(inner, None)
+            self._ddp.setdefault(inner, None)
 
-    def bind(self, optimizers: Sequence[torch.optim.Optimizer], own_hook: Any, loss_scale: Callable[[], float]) -> None:
-        """Give every model whose parameters a compressed optimizer owns the hook that follows its plan."""
-        for model in self:
-            params = {id(p) for p in model.parameters() if p.requires_grad}
-            owners: list[Any] = [o for o in optimizers if follows_plan(o) and shares(o.trainable_parameters, params)]
-            for other in optimizers if owners else ():
-                if not follows_plan(other) and shares(all_parameters(other), params):
-                    raise ValueError(
-                        f"the model has parameters in {type(owners[0]).__name__} and in {type(other).__name__}: "
-                        "gradients that stay local for the one would stay local for the other; give all to the first, "
-                        "with non_freeze=True for a group that is to stay in full precision"
-                    )
-            if owners:
-                check_no_hook(own_hook, "a compressed optimizer")
-            if owners or find_sync(model) is not None:
-                attach_ddp(model, *owners, loss_scale=loss_scale)
-
-    def compress(
+    def bind(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         own_hook: Any,
+        loss_scale: Callable[[], float],
         compression: str,
         messages: MessageOptions,
-        loss_scale: Callable[[], float],
     ) -> None:
-        """Give every model of an ordinary optimizer the hook that averages gradients by low-bit messages."""
-        for model in self:
+        """Give every DDP model its hook: it follows the plan of a compressed optimizer, or sends low-bit messages."""
+        for model in self._ddp:
             params = {id(p) for p in model.parameters() if p.requires_grad}
             owners = [o for o in optimizers if shares(all_parameters(o), params)]
-            for owner in filter(follows_plan, owners):
+            compressed = list(filter(follows_plan, owners))
+            if compressed and len(compressed) < len(owners):
+                other = next(o for o in owners if not follows_plan(o))
+                raise ValueError(
+                    f"the model has parameters in {type(compressed[0]).__name__} and in {type(other).__name__}: "
+                    "gradients that stay local for the one would stay local for the other; give all to the first, "
+                    "with non_freeze=True for a group that is to stay in full precision"
+                )
+            if compressed:
+                check_no_hook(own_hook, "a compressed optimizer")
+            if compressed or find_sync(model) is not None:
+                attach_ddp(model, *compressed, loss_scale=loss_scale)
+            if compressed and compression != "none":
                 raise ValueError(
                     f"grad_compression={compression!r} compresses the gradients of ordinary optimizers, and "
-                    f"{type(owner).__name__} compresses by itself: leave one of the two out"
+                    f"{type(compressed[0]).__name__} compresses by itself: leave one of the two out"
                 )
-            if owners and find_compression(model) is None:
+            if owners and compression != "none" and find_compression(model) is None:
                 check_no_hook(own_hook, "grad_compression")
                 if messages.param_compression != "none":
                     raise ValueError(
@@ -100,64 +95,48 @@ class DDPModels:
                 state = GradientCompression(named, compression, process_group=group, **options)
                 model.register_comm_hook(state, compress_hook)
 
-    def hooked(self) -> list[DistributedDataParallel]:
-        """The models whose gradients travel in messages of this package."""
-        syncs = [(model, find_sync(model)) for model in self]
-        return [model for model, sync in syncs if find_compression(model) or (sync is not None and sync.optimizers)]
-
-    def compressions(self) -> list[GradientCompression]:
-        """The states of the models' :func:`compress_hook`."""
-        return [state for model in self if (state := find_compression(model)) is not None]
-
-    def release(self) -> None:
-        """Have the gradients of every model averaged in all steps, until an optimizer is bound again."""
-        for model in self:
-            if (sync := find_sync(model)) is not None:
-                sync.bind(())
-
-    def check_not_averaging(self, optimizer: Ours) -> None:
-        params = {id(p) for p in optimizer.trainable_parameters}
-        if any(shares(model.parameters(), params) for model in self):
-            raise ValueError(
-                f"the model was prepared before its {type(optimizer).__name__} was known, and is a "
-                "DistributedDataParallel now, which would average the gradients a second time: give both to one "
-                "prepare(model, optimizer)"
-            )
-
-
-class ShardedModels:
-    """The models that FSDP2 shards, and their messages. It does not keep the models alive."""
-
-    def __init__(self) -> None:
-        self._found: WeakKeyDictionary[FSDPCompression, None] = WeakKeyDictionary()  # a model's hooks keep both alive
-
-    def compress(
-        self,
-        models: Iterable[nn.Module],
-        accelerator: Any,
-        compression: str,
-        messages: MessageOptions,
-        loss_scale: Callable[[], float],
+    def compress_sharded(
+        self, models: Iterable[nn.Module], compression: str, messages: MessageOptions, loss_scale: Callable[[], float]
     ) -> None:
-        """Give every model low-bit messages, unless it has them."""
-        options: dict[str, Any] = {key: getattr(messages, key) for key in ("param_compression", "state")}
+        """Give every model that FSDP2 shards low-bit messages, unless it has them."""
         if replace(messages, bucket_cap_mb=None, param_compression="none", state="compact") != MessageOptions():
             raise ValueError(
                 f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "
                 "have no effect with FSDP, whose mesh says which ranks share a node: leave them out"
             )
+        options: dict[str, Any] = {"param_compression": messages.param_compression, "state": messages.state}
+        cap = messages.bucket_cap_mb or 25.0
         for model in map(without_compile, models):
-            if any(state.model is model for state in self.compressions()):
-                continue
-            params: Iterator[Any] = model.parameters()
-            mesh = next(param.device_mesh for param in params if is_dtensor(param))
-            cap = messages.bucket_cap_mb or 25.0
-            state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale, **options)
-            self._found[state] = None
+            if all(state.model is not model for state in self._sharded):
+                params: Iterator[Any] = model.parameters()
+                mesh = next(param.device_mesh for param in params if is_dtensor(param))
+                state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale, **options)
+                self._sharded[state] = None
 
-    def compressions(self) -> list[FSDPCompression]:
-        """The states of the models that are alive."""
-        return list(self._found)
+    def hooked(self) -> list[nn.Module]:
+        """The models whose gradients travel in messages of this package."""
+        syncs = [(model, find_sync(model)) for model in self._ddp]
+        found = [model for model, sync in syncs if find_compression(model) or (sync is not None and sync.optimizers)]
+        return [*found, *(state.model for state in self._sharded)]
+
+    def compressions(self) -> list[GradientCompression | FSDPCompression]:
+        """The states of the models whose gradients are compressed."""
+        return [*filter(None, map(find_compression, self._ddp)), *self._sharded]
+
+    def release(self) -> None:
+        """Have the gradients of every DDP model averaged in all steps, until an optimizer is bound again."""
+        for sync in filter(None, map(find_sync, self._ddp)):
+            sync.bind(())
+
+    def check_not_averaging(self, optimizer: Ours) -> None:
+        """Raise if a DDP would average gradients that the optimizer averages itself."""
+        params = {id(p) for p in optimizer.trainable_parameters}
+        if any(shares(model.parameters(), params) for model in self._ddp):
+            raise ValueError(
+                f"the model was prepared before its {type(optimizer).__name__} was known, and is a "
+                "DistributedDataParallel now, which would average the gradients a second time: give both to one "
+                "prepare(model, optimizer)"
+            )
 
 
 def find_compression(model: DistributedDataParallel) -> GradientCompression | None:
@@ -212,7 +191,7 @@ def is_loaded_in_shards(model: Any) -> bool:
 
 
 def why_not_loaded_in_shards(model: Any) -> str:
-    """The reason why low-bit messages cannot carry the gradients of such a model; "" if they can."""
+    """Return why low-bit messages cannot carry the gradients of such a model; "" if they can."""
     config = model.config.distributed_config
     given = {name: getattr(config, name, None) or 1 for name in ("tp_size", "pp_size", "ep_size")}
     if other := [f"{name}={size}" for name, size in given.items() if size > 1]:
@@ -221,7 +200,6 @@ def why_not_loaded_in_shards(model: Any) -> str:
 
 
 def _why_not_in_fsdp(accelerator: Any) -> str:
-    """The reason why low-bit messages cannot carry the gradients of the accelerator's FSDP; "" if they can."""
     if not getattr(accelerator, "is_fsdp2", False):
         return "FSDP1 averages the gradients itself: give FullyShardedDataParallelPlugin(fsdp_version=2)"
     config = getattr(accelerator, "parallelism_config", None)
@@ -231,22 +209,14 @@ def _why_not_in_fsdp(accelerator: Any) -> str:
 
 
 def why_unsupported(accelerator: Any, name: str, model: Any = None) -> str:
-    """The reason why an optimizer, or grad_compression, cannot work in the accelerator's set-up; "" if it can."""
-    kind, low_bit = accelerator.distributed_type.name, name.startswith(GRAD_COMPRESSION)
-    if is_loaded_in_shards(model):
-        if not low_bit:
-            return (
-                f"{name} works with DistributedDataParallel, not with from_pretrained(distributed_config=...): leave "
-                "out one of the two, or use an ordinary optimizer with grad_compression"
-            )
-        reason = why_not_loaded_in_shards(model)
-        return f"{name} does not work with this model: {reason}" if reason else ""
-    if kind not in _INSTEAD:
-        return ""
-    if kind == "FSDP" and low_bit:
-        reason = _why_not_in_fsdp(accelerator)
-        return f"{name} does not work with this FSDP: {reason}" if reason else ""
-    return f"{name} works with DistributedDataParallel, not with {kind}: {_INSTEAD[kind]}"
+    """Return why an optimizer, or grad_compression, cannot work in the accelerator's set-up; "" if it can."""
+    loaded = is_loaded_in_shards(model)
+    kind = _LOADED_IN_SHARDS if loaded else accelerator.distributed_type.name
+    if kind in ("FSDP", _LOADED_IN_SHARDS) and name.startswith(GRAD_COMPRESSION):
+        reason = why_not_loaded_in_shards(model) if loaded else _why_not_in_fsdp(accelerator)
+        return f"{name} does not work with this {'model' if loaded else 'FSDP'}: {reason}" if reason else ""
+    instead = _INSTEAD.get(kind)
+    return f"{name} works with DistributedDataParallel, not with {kind}: {instead}" if instead else ""
 
 
 def check_distributed_type(

@@ -108,17 +108,7 @@ def _add_member(enum: Any, value: str) -> None:
 
 
 class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
-    """A callback that adds ``compressopt/...`` numbers to every log line, ahead of the reporting callbacks."""
-
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, optimizer: Any = None, **_: Any
-    ) -> None:
-        """Add the metrics to the line, and to Trainer's copy of it in the history."""
-        inner = innermost(optimizer)
-        if saves_shards(inner) and logs is not None and "loss" in logs:
-            metrics = prefixed_metrics(inner)
-            logs.update(metrics)
-            state.log_history[-1].update(metrics)
+    """A callback that runs ahead of others: it fits the schedule, and ends the training with alike parameters."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Fit the schedule, if a Trainer overrides how its learning-rate scheduler is made."""
@@ -210,7 +200,7 @@ def _attach(self: Trainer) -> None:
     if wanted:
         COMMAND_LINE.clear()  # it is read; other Trainers of the script may want nothing
     if "_compressopt" not in vars(self.accelerator) and not self.accelerator._optimizers:
-        accelerate.make_ours(self.accelerator, None)  # at most it has evaluated the model
+        accelerate.make_ours(self.accelerator)  # at most it has evaluated the model
     elif "_compressopt" not in vars(self.accelerator) and not wanted:
         return  # it has trained before
     attachment = attach(self.accelerator)._compressopt
@@ -293,17 +283,20 @@ def attachment_of(self: Trainer) -> Attachment | None:
     return getattr(self.accelerator, "_compressopt", None)
 
 
+def compressions_of(self: Trainer) -> list[Any]:
+    """The states of the Trainer's models whose gradients are compressed."""
+    attachment = attachment_of(self)
+    return [] if attachment is None else attachment.models.compressions()
+
+
 # -- states -----------------------------------------------------------------------------------------------------------
 
 
 def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, output_dir: str) -> Any:
     inner = innermost(self.optimizer)
-    if attachment := attachment_of(self):
-        accelerate.save_compressions(attachment.compressions(), output_dir)
-    if not saves_shards(inner):
-        return original(self, output_dir)
-    accelerate.save_shards([inner], [self.model], output_dir, background=_saves_in_background(self))
-    with inner.state_in_shards():
+    background = _saves_in_background(self)
+    accelerate.save_states([inner], [self.model], compressions_of(self), output_dir, background=background)
+    with inner.state_in_shards() if saves_shards(inner) else nullcontext():
         return original(self, output_dir)
 
 
@@ -313,8 +306,7 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
     if checkpoint is None or not isinstance(inner, torch.optim.Optimizer):
         return original(self, checkpoint)
     wait_for_saves()
-    if attachment := attachment_of(self):
-        accelerate.load_compressions(attachment.compressions(), checkpoint)
+    accelerate.load_compressions(compressions_of(self), checkpoint)
     if not accelerate.anyone(io.has_checkpoint(checkpoint), inner, self.args.device):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
         if not has_plain and saves_shards(inner):
@@ -390,8 +382,8 @@ def _finish_saves(self: Trainer) -> None:
 def _log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
     if "train_runtime" in logs and _saves_in_background(self):
         _finish_saves(self)  # Trainer's last line, before it removes the checkpoints that it does not keep
-    if "loss" in logs and (attachment := attachment_of(self)):
-        logs.update(attachment.metrics())
+    if "loss" in logs:
+        logs.update(prefixed_metrics(*filter(saves_shards, [innermost(self.optimizer)]), *compressions_of(self)))
     return original(self, logs, *args, **kwargs)
 
 

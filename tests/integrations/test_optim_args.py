@@ -68,7 +68,7 @@ def test_the_state_of_compressed_gradients_reaches_them(rank: int, world_size: i
     for text, compact in (("", True), (",state=float32", False)):
         trainer = make_trainer(rank, world_size, Run({"optim_args": f"grad_compression=int4{text}", "max_steps": 1}))
         trainer.train()
-        (found,) = attachment_of(trainer).compressions()
+        (found,) = attachment_of(trainer).models.compressions()
         assert found.errors.compact is compact
 
 
