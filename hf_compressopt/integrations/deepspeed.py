@@ -174,17 +174,6 @@ class Rule(NamedTuple):
     remark: str
 
 
-def apply(t: Translation, given: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Translate options, each by the first row of deepspeed.txt that fits it."""
-    config, said = {**given, facts["missing"]: facts["size"]} if facts["size"] else given, set[str]()
-    for rule in RULES:
-        if all(bool(facts[fact.lstrip("!")]) != fact.startswith("!") for fact in rule.facts):
-            for option, value in [*_fitting(rule, config, facts)]:
-                if option not in said:
-                    said.add(option)
-                    t.rows.append(_row(rule, t, option, value, option in given, facts))
-
-
 def _fitting(rule: Rule, config: dict[str, Any], facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the options that a row is for, and their values, or DeepSpeed's for options that are left out."""
     for pattern in rule.options.format(**facts).split():
@@ -271,7 +260,6 @@ def _read() -> Iterator[Rule]:
 RULES = list(_read())
 _TITLES = {BECOMES: "What becomes what", DIFFERS: "What is different", SAME: "Nothing to do", LOST: "No counterpart"}
 _TORCH_CLASSES = {"sgd": "SGD", "adagrad": "Adagrad"}
-_PLUGIN_FIELDS = ("freeze_step", "scale_block", "variance_floor", "bucket_cap_mb", "communicator")
 
 
 def render(translation: Translation) -> str:
@@ -301,36 +289,22 @@ def as_json(translation: Translation) -> dict[str, Any]:
 
 def accelerate_code(translation: Translation) -> str:
     """Code for a training loop with Accelerate; the script has a ``model``."""
-    name, imports, accelerate = translation.optim, ["CompressOptAccelerator"], _call(translation.accelerate)
+    accelerate, imports = _call(translation.accelerate), ["CompressOptAccelerator"]
     if translation.scaler:
         accelerate.append(f"kwargs_handlers=[GradScalerKwargs({', '.join(_call(translation.scaler))})]")
-    made, became = _optimizer(translation, imports), "the loader and scheduler too"
-    if plugin := _plugin(translation):
-        imports[1:] = ["CompressOptPlugin"]
-        accelerate.insert(0, f"compressopt_plugin=CompressOptPlugin({', '.join(_call(plugin))})")
-        made = _make("torch.optim.AdamW", adam_options(translation))
-        became = f"becomes {ALGORITHMS[name].__name__}" if name in ALGORITHMS else became
+    made = _optimizer(translation, imports)
     lines = ["from accelerate.utils import GradScalerKwargs"] if translation.scaler else []
     lines += ["import torch"] if "torch." in made else []
     lines += [f"from hf_compressopt import {', '.join(imports)}", ""]
     lines += [f"accelerator = CompressOptAccelerator({', '.join(accelerate)})", f"optimizer = {made}"]
-    lines.append(f"model, optimizer = accelerator.prepare(model, optimizer)  # {became}")
+    lines.append("model, optimizer = accelerator.prepare(model, optimizer)  # the loader and scheduler too")
     if norm := translation.flags.get("--max_grad_norm"):
         lines.append(f"# before each step: accelerator.clip_grad_norm_(model.parameters(), {norm})")
     return "\n".join(lines)
 
 
-def _plugin(translation: Translation) -> dict[str, Any]:
-    """The plugin's fields, or nothing if the plugin has no field for an option."""
-    name, stage = translation.optim, ZERO_NAMES.get(translation.optim)
-    options = {"freeze_step" if key == "var_freeze_step" else key: v for key, v in translation.optim_args.items()}
-    if not (stage or name in ALGORITHMS) or options.keys() - set(_PLUGIN_FIELDS):
-        return {}
-    return ({"zero_stage": stage} if stage else {"optimizer": name}) | options
-
-
 def _optimizer(translation: Translation, imports: list[str]) -> str:
-    """The expression that creates the optimizer, for :func:`accelerate_code`."""
+    """The expression that creates the optimizer, for :func:`accelerate_code`; what it imports goes to ``imports``."""
     name, options, common = translation.optim, dict(translation.optim_args), adam_options(translation)
     cls = f"torch.optim.{_TORCH_CLASSES.get(name, 'AdamW')}"
     if name in OPTIMIZERS:
@@ -338,11 +312,13 @@ def _optimizer(translation: Translation, imports: list[str]) -> str:
         imports.append(cls)
     if name in _TORCH_CLASSES:
         common = {key: value for key, value in common.items() if key in ("lr", "weight_decay")}
-    if not (stage := ZERO_NAMES.get(name) or options.pop("zero_stage", 0)):
-        return _make(cls, common | options)
-    imports.append("ZeroOptimizer")
-    zero = {key: options.pop(key) for key in list(options) if key in text_options(ZeroOptimizer)}
-    return _make("ZeroOptimizer", {"stage": stage, **zero, **common, **options}, cls)
+    words = ["model.parameters()"]
+    if stage := ZERO_NAMES.get(name) or options.pop("zero_stage", 0):
+        imports.append("ZeroOptimizer")
+        zero = {key: options.pop(key) for key in list(options) if key in text_options(ZeroOptimizer)}
+        words += [cls, *_call({"stage": stage, **zero})]
+        cls = "ZeroOptimizer"
+    return f"{cls}({', '.join(words + _call(common | options))})"
 
 
 def adam_options(translation: Translation) -> dict[str, Any]:
@@ -351,10 +327,6 @@ def adam_options(translation: Translation) -> dict[str, Any]:
     flags = translation.flags
     found = {name: flags[f"--{flag}"] for name, flag in names.items() if f"--{flag}" in flags}
     return found | ({"betas": (found["betas"], flags["--adam_beta2"])} if "betas" in found else {})
-
-
-def _make(cls: str, options: dict[str, Any], *wrapped: str) -> str:
-    return f"{cls}({', '.join(['model.parameters()', *wrapped, *_call(options)])})"
 
 
 def _call(values: dict[str, Any]) -> list[str]:
@@ -375,8 +347,14 @@ def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmet
             raise ValueError(f"{section} must be an object with options, got {config[section]!r}")
     given = dict(_options("", {{"bfloat16": "bf16"}.get(name, name): value for name, value in config.items()}))
     options = {name: value for name, value in given.items() if value is not None}
-    translation = Translation()
-    apply(translation, options, facts_of(options, ranks, same_arithmetic))
+    facts, translation = facts_of(options, ranks, same_arithmetic), Translation()
+    config, said = options | ({facts["missing"]: facts["size"]} if facts["size"] else {}), set[str]()
+    for rule in RULES:
+        if all(bool(facts[fact.lstrip("!")]) != fact.startswith("!") for fact in rule.facts):
+            for option, value in _fitting(rule, config, facts):
+                if option not in said:  # by the first row of deepspeed.txt that fits it
+                    said.add(option)
+                    translation.rows.append(_row(rule, translation, option, value, option in options, facts))
     translation.rows += [Row(name, None, SAME, "", "not set") for name in given if name not in options]
     _check_ranges(translation)
     return translation
@@ -413,12 +391,10 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _check_ranges(translation: Translation) -> None:
+    """Have the optimizer check its options."""
     args = read_optim_args(translation.optim, translation.optim_args_text)
-    cls: Callable[..., torch.optim.Optimizer] = OPTIMIZERS.get(translation.optim, torch.optim.AdamW)
-    own = args.optimizer if translation.optim in OPTIMIZERS else {}
-    if translation.optim not in (*OPTIMIZERS, *ZERO_NAMES, "adamw_torch"):
-        return
-    if os.environ.get("WORLD_SIZE", "1") == "1":  # else it would look for the other ranks
-        values = {**adam_options(translation), **own}
-        transport = ("communicator", "cuda_aware")
+    known = translation.optim in (*OPTIMIZERS, *ZERO_NAMES, "adamw_torch")
+    if known and os.environ.get("WORLD_SIZE", "1") == "1":  # else it would look for the other ranks
+        cls: Callable[..., torch.optim.Optimizer] = OPTIMIZERS.get(translation.optim, torch.optim.AdamW)
+        values, transport = {**adam_options(translation), **args.optimizer}, ("communicator", "cuda_aware")
         cls([torch.zeros(8)], **{name: value for name, value in values.items() if name not in transport})

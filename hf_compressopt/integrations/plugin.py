@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,8 +19,6 @@ from hf_compressopt.options import ACCEPTED, Option, did_you_mean, options_of, p
 from hf_compressopt.zero.config import check_optimizer_class, check_stage
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
-#: Types that an option may have, and its default.
-Options = dict[str, tuple[tuple[type, ...], Any]]
 # Trainer has flags of its own for these.
 _TRAINER_FLAGS = {
     "lr": "--learning_rate",
@@ -69,15 +67,15 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
         check_param_compression(pairs.get("param_compression", "none"), stage, found.grad_compression)
     if found.grad_compression in FORMATS:
         legal_here = _of_messages()
-        found.messages = {key: parse(key, pairs.pop(key), legal_here[key][0]) for key in legal_here.keys() & pairs}
+        found.messages = {key: parse(key, pairs.pop(key), legal_here[key].kinds) for key in legal_here.keys() & pairs}
         MessageOptions(**found.messages)
     own = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
-    zero = {} if stage is None else {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if key != "stage"}
+    zero = {} if stage is None else _of_zero()
     for key, value in pairs.items():
         if key in own:
-            found.optimizer[key] = parse(key, value, own[key][0])
+            found.optimizer[key] = parse(key, value, own[key].kinds)
         elif key in zero:
-            found.zero[key] = parse(key, value, zero[key][0])
+            found.zero[key] = parse(key, value, zero[key].kinds)
         elif ours:
             raise ValueError(_unknown(name, key, _legal(name, zero=stage is not None)))
         else:
@@ -131,54 +129,55 @@ def check_taken(name: str, args: OptimArgs, taken: dict[str, Any], source: str) 
             raise ValueError(_unknown(name, key, _legal(name, zero=bool(args.zero))))
 
 
-#: What --optim_args takes beside the options of an optimizer.
-_ASYNC_SAVE: Options = {"async_save": ((bool,), False)}
-_GRAD_COMPRESSION: Options = {"grad_compression": ((str,), "none")}
-_ZERO_STAGE: Options = {"zero_stage": ((int,), 0)}
-
-
-def _legal(name: str, *, zero: bool) -> Options:
-    """The options that --optim_args may have for an optimizer."""
-    found = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
-    found |= {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if zero and key != "stage"}
-    found |= _ASYNC_SAVE if zero or name in ALGORITHMS else _GRAD_COMPRESSION | _of_messages()
-    return found if name in ALGORITHMS or name in ZERO_NAMES else found | _ZERO_STAGE
-
-
-def _of_messages() -> Options:
+def _of_messages() -> dict[str, Option]:
     """The options that go with ``grad_compression``."""
-    known = {**text_options(GradientCompression), "param_compression": ((str,), "none")}
+    described = {name: _SHARED[name] for name in ("topology", "node_bits")}  # others refer to these
+    known = text_options(ZeroOptimizer) | text_options(GradientCompression) | described
     return {option.name: known[option.name] for option in fields(MessageOptions)}
 
 
-def _list_options(name: str) -> Iterator[str]:
-    """Yield the options that --optim_args may have for an optimizer, one a line, with default and meaning."""
-    yield f'--optim {name} --optim_args "option=value,option=value"'
+def _of_zero() -> dict[str, Option]:
+    """The options that go with ``zero_stage``."""
+    return {key: option for key, option in text_options(ZeroOptimizer).items() if key != "stage"}
+
+
+def _groups(name: str) -> Iterator[tuple[str, dict[str, Option]]]:
+    """Yield the options that --optim_args may have for an optimizer, after the option that they go with, or ""."""
+    plugin, defaults = options_of(CompressOptPlugin), {"grad_compression": "none", "zero_stage": 0, "async_save": False}
+    common = {key: plugin[key]._replace(default=default) for key, default in defaults.items()}
+    async_save = {"async_save": common.pop("async_save")}
     if name in OPTIMIZERS:
-        yield from _lines(text_options(OPTIMIZERS[name]), options_of(OPTIMIZERS[name]))  # type: ignore[arg-type]
-    indent, zero, plugin = "", text_options(ZeroOptimizer), options_of(CompressOptPlugin)
-    if name not in ALGORITHMS and name not in ZERO_NAMES:
-        yield from _lines(_GRAD_COMPRESSION, plugin)
-        known = {"state": options_of(GradientCompression)["state"]}
-        indent = "  "  # what goes with the option above
-        yield from (indent + line for line in _lines(_of_messages(), options_of(ZeroOptimizer) | _SHARED | known))
-        yield from _lines(_ZERO_STAGE, plugin)
-    if name not in ALGORITHMS:
-        del zero["stage"]
-        yield from (indent + line for line in _lines(zero, options_of(ZeroOptimizer)))
-    yield from (indent + line for line in _lines(_ASYNC_SAVE, plugin))
+        yield "", text_options(OPTIMIZERS[name])
+    if name in ALGORITHMS:
+        yield "", async_save
+        return
+    if name not in ZERO_NAMES:
+        yield "", {"grad_compression": common["grad_compression"]}
+        yield "grad_compression", _of_messages()
+        yield "", {"zero_stage": common["zero_stage"]}
+    yield "zero_stage", _of_zero() | async_save
 
 
-def _lines(found: Options, described: dict[str, Option]) -> Iterator[str]:
-    """Yield options, each with its default and the first sentence of its description."""
-    for key in (key for key in found if key not in ACCEPTED):
-        meaning, default = described[key].help.split(". ")[0], found[key][1]
-        words = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", meaning).replace("``", "").rstrip(".")
-        value = str(default).removeprefix("torch.")
-        yield f"  {f'{key}={value if isinstance(default, (str, torch.dtype)) else value.lower()}':32} {words}"
+def _legal(name: str, *, zero: bool) -> list[str]:
+    other = "grad_compression" if zero else "zero_stage"
+    return [key for option, group in _groups(name) if option != other for key in group]
 
 
-def _unknown(name: str, key: str, legal: Options) -> str:
+def _list_options(name: str) -> Iterator[str]:
+    """Yield the options of an optimizer, one a line, with default and the first sentence of the description."""
+    yield f'--optim {name} --optim_args "option=value,option=value"'
+    for other, group in _groups(name):
+        indent = "  " if other and name not in ZERO_NAMES else ""
+        for key, option in group.items():
+            if key not in ACCEPTED:
+                meaning, default = option.help.split(". ")[0], option.default
+                words = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", meaning).replace("``", "").rstrip(".")
+                value = str(default).removeprefix("torch.")
+                text = f"{key}={value if isinstance(default, (str, torch.dtype)) else value.lower()}"
+                yield f"{indent}  {text:32} {words}"
+
+
+def _unknown(name: str, key: str, legal: Collection[str]) -> str:
     if key in _TRAINER_FLAGS:
         return f"optim_args: {key} is set by Trainer's {_TRAINER_FLAGS[key]}"
     what = OPTIMIZERS[name].__name__ if name in OPTIMIZERS else name
@@ -201,14 +200,10 @@ def _pairs(text: str | None) -> dict[str, str]:
     return pairs
 
 
-def text_options(optimizer_class: type[Any]) -> Options:
-    """Options that text can set: name -> (types that it may have, default)."""
+def text_options(optimizer_class: type[Any]) -> dict[str, Option]:
+    """Options that text can set, by name."""
     found = options_of(optimizer_class).items()  # type: ignore[arg-type]  # mypy: is type[Any] hashable?
-    return {
-        name: (option.kinds, option.default)
-        for name, option in found
-        if option.kinds and option.keyword and name not in _TRAINER_FLAGS
-    }
+    return {name: option for name, option in found if option.kinds and option.keyword and name not in _TRAINER_FLAGS}
 
 
 def check_takes_stage(name: str, stage: Any) -> None:

@@ -364,24 +364,22 @@ KINDS = {"OneBitAdam": OnebitAdam, "ZeroOneAdam": ZeroOneAdam, "OneBitLamb": One
 # -- Accelerate -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, "plugin"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_the_printed_code_runs(name: str) -> None:
     from accelerate.state import AcceleratorState
 
-    config = copy.deepcopy(CONFIGS.get(name, with_optimizer("OneBitAdam", freeze_step=7)))
+    config = copy.deepcopy(CONFIGS[name])
     config.get("optimizer", {}).get("params", {}).pop("comm_backend_name", None)  # this process has no NCCL
     translation = translate(config, ranks=64, same_arithmetic=name == "1-bit LAMB")
     scope: dict[str, Any] = {"model": torch.nn.Linear(3, 2)}
     AcceleratorState._reset_state(reset_partial_state=True)
-    code = accelerate_code(translation)
-    exec(code, scope)
+    exec(accelerate_code(translation), scope)
     AcceleratorState._reset_state(reset_partial_state=True)
     optimizer = scope["optimizer"].optimizer
-    kinds = {"1-bit Adam": OnebitAdam, "0/1 Adam": ZeroOneAdam, "1-bit LAMB": OnebitLamb, "plugin": OnebitAdam}
+    kinds = {"1-bit Adam": OnebitAdam, "0/1 Adam": ZeroOneAdam, "1-bit LAMB": OnebitLamb}
     assert type(optimizer) is kinds.get(name, ZeroOptimizer)
-    assert ("CompressOptPlugin" in code) == (name == "plugin")
-    if name == "plugin":
-        assert optimizer.freeze_step == 7 and optimizer.param_groups[0]["lr"] == 1e-3
+    if name == "1-bit Adam":
+        assert optimizer.freeze_step == 23000 and optimizer.param_groups[0]["lr"] == 4e-4
     if name == "1-bit LAMB":
         assert optimizer.scale_block is None and optimizer.variance_floor == 0
         assert optimizer.param_groups[0]["bias_correction"] is False
