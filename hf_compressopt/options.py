@@ -95,13 +95,8 @@ def parse(name: str, text: str, kinds: tuple[type, ...]) -> Any:
                 return kind(text)
         except (ValueError, KeyError):
             continue
-    raise ValueError(f"{name} must be {describe_kinds(kinds)}, got {text!r}")
-
-
-def describe_kinds(kinds: tuple[type, ...]) -> str:
-    """The types of an option in words."""
-    names = {bool: "true or false", int: "an int", float: "a float", str: "a name", type(None): "none"}
-    return " or ".join(names[kind] for kind in kinds)
+    words = {bool: "true or false", int: "an int", float: "a float", str: "a name", type(None): "none"}
+    raise ValueError(f"{name} must be {' or '.join(words[kind] for kind in kinds)}, got {text!r}")
 
 
 def did_you_mean(name: str, legal: Collection[str]) -> str:

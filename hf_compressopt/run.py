@@ -29,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     is_module = argv[:1] == ["-m"]
     target = argv[1:2] if is_module else argv[:1]
-    problem = (_why_no_module(target[0]) if is_module else _why_no_script(target[0])) if target else "nothing to run"
-    if problem:
+    if problem := _why_not(target[0], is_module) if target else "nothing to run":
         print(f"{_USAGE}; {problem}", file=sys.stderr)
         return 2
     if not is_module:
@@ -90,19 +89,17 @@ def _find_modules_beside(script: str) -> None:
     sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
 
 
-def _why_no_script(path: str) -> str:
-    return "" if os.path.isfile(path) else f"{path!r} is no file"
-
-
-def _why_no_module(name: str) -> str:
+def _why_not(target: str, is_module: bool) -> str:
+    if not is_module:
+        return "" if os.path.isfile(target) else f"{target!r} is no file"
     try:
-        spec = find_spec(name)
+        spec = find_spec(target)
         if spec is not None and spec.submodule_search_locations is not None:
-            spec = find_spec(f"{name}.__main__")
-            return "" if spec else f"{name!r} is a package without a module __main__"
+            spec = find_spec(f"{target}.__main__")
+            return "" if spec else f"{target!r} is a package without a module __main__"
     except (ImportError, ValueError) as error:
-        return f"{name!r} is no module: {error}"
-    return "" if spec else f"{name!r} is no module that Python finds"
+        return f"{target!r} is no module: {error}"
+    return "" if spec else f"{target!r} is no module that Python finds"
 
 
 if __name__ == "__main__":

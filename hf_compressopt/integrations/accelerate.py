@@ -520,14 +520,11 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
 # -- attaching --------------------------------------------------------------------------------------------------------
 
 
-def is_wrapped(cls: type, name: str) -> bool:
-    """True if :func:`wrap` has wrapped the method of this class."""
-    return hasattr(getattr(cls, name), _MARK)
-
-
 def wrap(cls: type, name: str, wrapper: Callable[..., Any], *, static: bool = False) -> None:
-    """Replace a method by ``wrapper(original, self, *args, **kwargs)``, without ``self`` if it is static."""
+    """Replace a method, once, by ``wrapper(original, self, *args, **kwargs)``, without ``self`` if it is static."""
     original = getattr(cls, name)
+    if hasattr(original, _MARK):
+        return
 
     @wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -543,9 +540,8 @@ def register() -> None:
     Calling it again changes nothing. With other optimizers every Accelerator works as before.
     """
     guard_torch_clipping()
-    if not is_wrapped(Accelerator, "prepare"):
-        for name in ("prepare", "prepare_model", "prepare_optimizer"):
-            wrap(Accelerator, name, partial(_attach_and_prepare, name))
+    for name in ("prepare", "prepare_model", "prepare_optimizer"):
+        wrap(Accelerator, name, partial(_attach_and_prepare, name))
 
 
 def _attach_and_prepare(name: str, original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
@@ -609,7 +605,7 @@ def make_ours(accelerator: Accelerator) -> CompressOptAccelerator:
 
 def adopt_accelerators() -> None:
     """Attach every accelerator that the program makes from now on, if a variable chooses something to compress."""
-    if any(name in os.environ for name in _CHOICES) and not is_wrapped(Accelerator, "__init__"):
+    if any(name in os.environ for name in _CHOICES):
         CompressOptPlugin()  # a wrong variable is an error before the program starts
         wrap(Accelerator, "__init__", _make_and_attach)
 

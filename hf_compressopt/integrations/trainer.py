@@ -22,9 +22,8 @@ from transformers import Trainer, TrainerCallback, trainer, trainer_utils, train
 
 from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint import io
-from hf_compressopt.checkpoint.io import wait_for_saves
 from hf_compressopt.integrations import accelerate
-from hf_compressopt.integrations.accelerate import Attachment, attach, is_wrapped, parameter_names, wrap
+from hf_compressopt.integrations.accelerate import Attachment, attach, parameter_names, wrap
 from hf_compressopt.integrations.algorithms import (
     ALGORITHMS,
     OPTIMIZERS,
@@ -68,7 +67,7 @@ def register() -> None:
     check_variables()
     for name in (*OPTIMIZERS, *ZERO_NAMES):
         _add_member(training_args.OptimizerNames, name)
-    if is_wrapped(Trainer, "create_optimizer"):
+    if CompressOptCallback in trainer.DEFAULT_CALLBACKS:
         return
     wrap(Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs, static=True)
     wrap(Trainer, "create_accelerator_and_postprocess", _create_accelerator)
@@ -118,7 +117,7 @@ class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Leave the same parameters on all ranks: later code may run on one rank only."""
-        wait_for_saves()
+        io.wait_for_saves()
         inner = innermost(optimizer)
         if follows_plan(inner) or owns_gradients(inner):
             inner.settle_parameters()
@@ -194,8 +193,8 @@ def _attach(self: Trainer) -> None:
     compression = options.grad_compression or "none"
     wanted = [f"{GRAD_COMPRESSION}{compression}"] * (compression != "none") + [asked] * bool(asked)
     model = getattr(self, "model", None)  # older Trainers, which load no model in shards, have it only later
-    for reason in (why_unsupported(self.accelerator, words, model) for words in wanted):
-        if reason:
+    for words in wanted:
+        if reason := why_unsupported(self.accelerator, words, model):
             raise ValueError(reason)
     if wanted:
         COMMAND_LINE.clear()  # it is read; other Trainers of the script may want nothing
@@ -213,7 +212,7 @@ def _attach(self: Trainer) -> None:
 
 def _train(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Attach a Trainer that is older than :func:`register`, then train."""
-    if (attachment := attachment_of(self)) is None or not attachment.by_trainer:
+    if not attachment_of(self).by_trainer:
         _attach(self)
     if COMMAND_LINE and self.args.world_size > 1:
         raise ValueError(
@@ -278,15 +277,9 @@ def optim_name(args: Any) -> str:
     return chosen if chosen in ALGORITHMS else name
 
 
-def attachment_of(self: Trainer) -> Attachment | None:
-    """The state beside that of the Trainer's accelerator; None for a Trainer that is older than register()."""
-    return getattr(self.accelerator, "_compressopt", None)
-
-
-def compressions_of(self: Trainer) -> list[Any]:
-    """The states of the Trainer's models whose gradients are compressed."""
-    attachment = attachment_of(self)
-    return [] if attachment is None else attachment.models.compressions()
+def attachment_of(self: Trainer) -> Attachment:
+    """The state beside that of the Trainer's accelerator; an empty one for a Trainer that is older than register()."""
+    return getattr(self.accelerator, "_compressopt", None) or Attachment()
 
 
 # -- states -----------------------------------------------------------------------------------------------------------
@@ -294,8 +287,8 @@ def compressions_of(self: Trainer) -> list[Any]:
 
 def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, output_dir: str) -> Any:
     inner = innermost(self.optimizer)
-    background = _saves_in_background(self)
-    accelerate.save_states([inner], [self.model], compressions_of(self), output_dir, background=background)
+    background, compressions = _saves_in_background(self), attachment_of(self).models.compressions()
+    accelerate.save_states([inner], [self.model], compressions, output_dir, background=background)
     with inner.state_in_shards() if saves_shards(inner) else nullcontext():
         return original(self, output_dir)
 
@@ -305,8 +298,8 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
     inner = innermost(self.optimizer)
     if checkpoint is None or not isinstance(inner, torch.optim.Optimizer):
         return original(self, checkpoint)
-    wait_for_saves()
-    accelerate.load_compressions(compressions_of(self), checkpoint)
+    io.wait_for_saves()
+    accelerate.load_compressions(attachment_of(self).models.compressions(), checkpoint)
     if not accelerate.anyone(io.has_checkpoint(checkpoint), inner, self.args.device):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
         if not has_plain and saves_shards(inner):
@@ -319,16 +312,16 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
 
 def _get_last_checkpoint(original: Callable[[str], str | None], folder: str) -> str | None:
     """Find the last checkpoint as transformers does, without one whose writing was interrupted."""
-    wait_for_saves()
+    io.wait_for_saves()
     last = original(folder)
     if last is None or not _is_incomplete(last):
         return last
     pattern = trainer_utils._re_checkpoint
-    numbers = sorted(int(found[1]) for name in os.listdir(folder) if (found := pattern.search(name)))
-    candidates = [os.path.join(folder, f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{number}") for number in numbers]
-    whole = [path for path in candidates if os.path.isdir(path) and not _is_incomplete(path)]
-    logger.warning("%s is incomplete: the last whole checkpoint is %s", last, whole[-1] if whole else None)
-    return whole[-1] if whole else None
+    found = {int(match[1]): entry.path for entry in os.scandir(folder) if (match := pattern.search(entry.name))}
+    whole = [path for _, path in sorted(found.items()) if os.path.isdir(path) and not _is_incomplete(path)]
+    newest = whole[-1] if whole else None
+    logger.warning("%s is incomplete: the last whole checkpoint is %s", last, newest)
+    return newest
 
 
 def _is_incomplete(checkpoint: str) -> bool:
@@ -340,16 +333,15 @@ def _is_incomplete(checkpoint: str) -> bool:
 
 
 def _saves_in_background(self: Trainer) -> bool:
-    if not saves_shards(innermost(self.optimizer)):
-        return False
-    return CompressOptPlugin().async_save or _options_of(self.args).async_save
+    ours = saves_shards(innermost(self.optimizer))
+    return ours and (CompressOptPlugin().async_save or _options_of(self.args).async_save)
 
 
 def _save_checkpoint(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     background = _saves_in_background(self)
     if background:
         _finish_saves(self)
-    attachment = attachment_of(self) or Attachment()
+    attachment = attachment_of(self)
     attachment.in_checkpoint = True  # so that _save_model averages: all ranks save
     try:
         with _rotation_put_off(self) if background else nullcontext():
@@ -373,7 +365,7 @@ def _rotation_put_off(self: Trainer) -> Iterator[None]:
 
 def _finish_saves(self: Trainer) -> None:
     """Wait for the save in the background, then remove the checkpoints that it replaces."""
-    wait_for_saves()
+    io.wait_for_saves()
     rotations = self.accelerator._compressopt.rotations
     while rotations:
         rotations.pop(0)()
@@ -383,13 +375,14 @@ def _log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *a
     if "train_runtime" in logs and _saves_in_background(self):
         _finish_saves(self)  # Trainer's last line, before it removes the checkpoints that it does not keep
     if "loss" in logs:
-        logs.update(prefixed_metrics(*filter(saves_shards, [innermost(self.optimizer)]), *compressions_of(self)))
+        ours = filter(saves_shards, [innermost(self.optimizer)])
+        logs.update(prefixed_metrics(*ours, *attachment_of(self).models.compressions()))
     return original(self, logs, *args, **kwargs)
 
 
 def _push_from_checkpoint(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     if "checkpoint" in str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy)):
-        wait_for_saves()  # the folder itself is uploaded
+        io.wait_for_saves()  # the folder itself is uploaded
     return original(self, *args, **kwargs)
 
 
@@ -406,7 +399,7 @@ def _with_averaged_parameters(original: Callable[..., Any], self: Trainer, *args
 def _save_model(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Save the average or the masters in a checkpoint, of all ranks; else, by rank 0 alone, those of the last sync."""
     inner = innermost(self.optimizer)
-    if (attachment := attachment_of(self)) and attachment.in_checkpoint:
+    if attachment_of(self).in_checkpoint:
         with inner.masters_in_parameters() if owns_gradients(inner) else nullcontext():
             result = _with_averaged_parameters(original, self, *args, **kwargs)
         if saves_shards(inner):
