@@ -57,7 +57,7 @@ def train(rank: int, world_size: int, folder: str, resumed: bool, replicas: int)
             losses.append(float(loss))
         if step == 5 and not resumed:
             accelerator.save_state(folder)
-    (state,) = accelerator._compressopt.compressions()
+    (state,) = accelerator._compressopt.models.compressions()
     weights = torch.cat([p.detach().to_local().reshape(-1) for p in model.parameters()])
     return {"weights": weights.numpy(), "losses": losses, "steps": state.steps, **state.metrics()}
 
@@ -103,7 +103,7 @@ def train_with_trainer(
     as_on_gpus(trainer.accelerator, world_size, replicas)
     trainer.is_fsdp_enabled = True
     trainer.train(resume_from_checkpoint=resume)
-    (state,) = trainer.accelerator._compressopt.compressions()
+    (state,) = trainer.accelerator._compressopt.models.compressions()
     weights = torch.cat([p.detach().to_local().reshape(-1) for p in trainer.model.parameters()])
     return {"weights": weights.numpy(), "history": trainer.state.log_history, "steps": state.steps}
 

@@ -126,7 +126,7 @@ def by_accelerate(setup: str, method: Method, folder: str) -> tuple[float, Any]:
         accelerator.backward(model(**batch).loss)
         optimizer.step()
         optimizer.zero_grad()
-    states = accelerator.our_optimizers() or accelerator._compressopt.compressions()
+    states = accelerator.our_optimizers() or accelerator._compressopt.models.compressions()
     return float(states[0].metrics()["compression_ratio"]), model
 
 
