@@ -16,69 +16,41 @@ from hf_compressopt.integrations.plugin import text_options
 
 hf_compressopt.register()
 
+
+def with_optimizer(kind: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": params}}
+
+
+NCCL = {"cuda_aware": False, "comm_backend_name": "nccl"}
 ONEBIT_ADAM = {
     "train_batch_size": 4096,
     "train_micro_batch_size_per_gpu": 16,
     "steps_per_print": 100,
-    "optimizer": {
-        "type": "OneBitAdam",
-        "params": {
-            "lr": 4e-4,
-            "weight_decay": 0.01,
-            "freeze_step": 23000,
-            "bias_correction": False,
-            "cuda_aware": False,
-            "comm_backend_name": "nccl",
-        },
-    },
+    **with_optimizer("OneBitAdam", lr=4e-4, weight_decay=0.01, freeze_step=23000, bias_correction=False, **NCCL),
     "gradient_clipping": 1.0,
     "prescale_gradients": False,
     "wall_clock_breakdown": False,
     "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16},
 }
+INTERVALS = {"var_update_scaler": 20, "local_step_scaler": 30000, "local_step_clipper": 8}
+DECAY = {"warmup_num_steps": 200, "total_num_steps": 3000, "warmup_max_lr": 2e-3, "warmup_type": "linear"}
+ADAM = {"lr": 1e-3, "betas": [0.9, 0.98], "eps": 1e-7, "weight_decay": 0.01, "eps_inside_sqrt": True}
 ZERO_ONE_ADAM = {
     "train_micro_batch_size_per_gpu": 64,
-    "optimizer": {
-        "type": "ZeroOneAdam",
-        "params": {
-            "lr": 1e-3,
-            "betas": [0.9, 0.98],
-            "eps": 1e-7,
-            "weight_decay": 0.01,
-            "var_freeze_step": 12500,
-            "var_update_scaler": 20,
-            "local_step_scaler": 30000,
-            "local_step_clipper": 8,
-            "eps_inside_sqrt": True,
-        },
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {"warmup_num_steps": 200, "total_num_steps": 3000, "warmup_max_lr": 2e-3, "warmup_type": "linear"},
-    },
+    **with_optimizer("ZeroOneAdam", **ADAM, var_freeze_step=12500, **INTERVALS),
+    "scheduler": {"type": "WarmupDecayLR", "params": DECAY},
     "bf16": {"enabled": True},
 }
+FACTORS = {"coeff_beta": 0.8, "factor_max": 3.0, "factor_min": 0.25, "factor_threshold": 0.2}
+COEFFICIENTS = {"max_coeff": 0.3, "min_coeff": 0.01, **FACTORS}
 ONEBIT_LAMB = {
     "train_batch_size": 1024,
     "gradient_accumulation_steps": 8,
-    "optimizer": {
-        "type": "OneBitLamb",
-        "params": {
-            "lr": 11e-3,
-            "max_coeff": 0.3,
-            "min_coeff": 0.01,
-            "freeze_step": 1000,
-            "coeff_beta": 0.8,
-            "factor_max": 3.0,
-            "factor_min": 0.25,
-            "factor_threshold": 0.2,
-            "max_grad_norm": 0.5,
-        },
-    },
+    **with_optimizer("OneBitLamb", lr=11e-3, freeze_step=1000, max_grad_norm=0.5, **COEFFICIENTS),
 }
 ZERO_2 = {  # as in Transformers' documentation
     "bf16": {"enabled": "auto"},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    **with_optimizer("AdamW", lr="auto", betas="auto", eps="auto", weight_decay="auto"),
     "scheduler": {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"},
@@ -100,7 +72,7 @@ ZERO_2 = {  # as in Transformers' documentation
     "train_micro_batch_size_per_gpu": "auto",
 }
 LAMB_1 = {
-    "optimizer": {"type": "Lamb", "params": {"lr": 2e-3, "max_coeff": 5.0, "min_coeff": 0.1, "bias_correction": False}},
+    **with_optimizer("Lamb", lr=2e-3, max_coeff=5.0, min_coeff=0.1, bias_correction=False),
     "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"},
     "communication_data_type": "fp16",
     "data_types": {"grad_accum_dtype": "fp32"},
@@ -114,10 +86,6 @@ CONFIGS = {
     "ZeRO-2": ZERO_2,
     "LAMB under ZeRO-1": LAMB_1,
 }
-
-
-def with_optimizer(kind: str, **params: Any) -> dict[str, Any]:
-    return {"optimizer": {"type": kind, "params": params}}
 
 
 def optimizer_of(config: dict[str, Any], tmp_path: Path, ranks: int = 2) -> tuple[torch.optim.Optimizer, Any]:
@@ -144,40 +112,43 @@ def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
 # -- what Trainer makes of it -----------------------------------------------------------------------------------------
 
 
-def test_onebit_adam_as_trainer_makes_it(tmp_path: Path) -> None:
-    optimizer, args = optimizer_of(ONEBIT_ADAM, tmp_path, ranks=64)
-    (group,) = optimizer.param_groups
-    assert isinstance(optimizer, OnebitAdam) and optimizer.freeze_step == 23000
-    assert (group["lr"], group["betas"], group["eps"]) == (4e-4, (0.9, 0.999), 1e-8)
-    assert group["bias_correction"] is False
-    assert (args.weight_decay, args.max_grad_norm, args.logging_steps) == (0.01, 1.0, 100)
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (16, 4)
-    assert not args.fp16 and not args.bf16
-    assert "communicator=nccl" in translate(ONEBIT_ADAM, ranks=64).optim_args_text
-
-
-def test_zero_one_adam_as_trainer_makes_it(tmp_path: Path) -> None:
-    optimizer, args = optimizer_of(ZERO_ONE_ADAM, tmp_path)
-    (group,) = optimizer.param_groups
-    assert isinstance(optimizer, ZeroOneAdam) and optimizer.freeze_step == 12500
-    assert (
-        optimizer.schedule.options().items()
-        >= {"var_update_scaler": 20, "local_step_scaler": 30000, "local_step_clipper": 8}.items()
-    )
-    assert (group["betas"], group["eps"], group["eps_inside_sqrt"]) == ((0.9, 0.98), 1e-7, True)
-    assert args.learning_rate == 2e-3  # the scheduler's has the last word
-    assert (args.lr_scheduler_type, args.warmup_steps, args.max_steps) == ("linear", 200, 3000)
-    assert args.bf16 and args.per_device_train_batch_size == 64 and args.max_grad_norm == 0.0
-
-
-def test_onebit_lamb_as_trainer_makes_it(tmp_path: Path) -> None:
-    optimizer, args = optimizer_of(ONEBIT_LAMB, tmp_path, ranks=16)
-    assert isinstance(optimizer, OnebitLamb) and optimizer.freeze_step == 1000
-    coefficients = (optimizer.max_coeff, optimizer.min_coeff, optimizer.coeff_beta)
-    assert coefficients == (0.3, 0.01, 0.8)
-    assert (optimizer.factor_max, optimizer.factor_min, optimizer.factor_threshold) == (3.0, 0.25, 0.2)
-    assert args.max_grad_norm == 0.5  # which DeepSpeed ignored, and the report says so
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 8)
+@pytest.mark.parametrize(
+    ("name", "ranks", "cls", "own", "flags"),
+    [
+        (
+            "1-bit Adam",
+            64,
+            OnebitAdam,
+            {"freeze_step": 23000, "lr": 4e-4, "betas": (0.9, 0.999), "eps": 1e-8, "bias_correction": False},
+            {"weight_decay": 0.01, "max_grad_norm": 1.0, "logging_steps": 100, "per_device_train_batch_size": 16}
+            | {"gradient_accumulation_steps": 4, "fp16": False, "bf16": False},
+        ),
+        (
+            "0/1 Adam",
+            2,
+            ZeroOneAdam,
+            {"freeze_step": 12500, **INTERVALS, "betas": (0.9, 0.98), "eps": 1e-7, "eps_inside_sqrt": True},
+            {"learning_rate": 2e-3, "lr_scheduler_type": "linear", "warmup_steps": 200, "max_steps": 3000, "bf16": True}
+            | {"per_device_train_batch_size": 64, "max_grad_norm": 0.0},  # the scheduler's rate has the last word
+        ),
+        (
+            "1-bit LAMB",
+            16,
+            OnebitLamb,
+            {"freeze_step": 1000, **COEFFICIENTS},
+            # DeepSpeed ignored the norm, and the report says so
+            {"max_grad_norm": 0.5, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 8},
+        ),
+    ],
+)
+def test_compressed_optimizers_as_trainer_makes_them(
+    name: str, ranks: int, cls: type, own: dict[str, Any], flags: dict[str, Any], tmp_path: Path
+) -> None:
+    optimizer, args = optimizer_of(CONFIGS[name], tmp_path, ranks)
+    assert type(optimizer) is cls
+    found = {**vars(optimizer), **optimizer.schedule.options(), **optimizer.param_groups[0]}  # type: ignore[attr-defined]
+    assert {option: found[option] for option in own} == own
+    assert {flag: getattr(args, flag) for flag in flags} == flags
 
 
 def test_zero_2_with_auto_values_leaves_trainers_flags_alone(tmp_path: Path) -> None:
