@@ -14,7 +14,7 @@ import torch
 
 from hf_compressopt.flat import FLOAT_BYTES, bucket_numel_of, chunk_numel
 from hf_compressopt.integrations.algorithms import ALGORITHMS, ZERO_NAMES
-from hf_compressopt.kernels import ERROR_BITS, INTEGER_BITS, integer_message_nbytes, message_nbytes
+from hf_compressopt.kernels import INTEGER_BITS, CompactErrors, message_nbytes
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import STATE
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_GRADIENT, Model, Step, average
@@ -71,18 +71,15 @@ class Buckets:
 
     @property
     def worker_errors(self) -> int:
-        """Bytes of the worker errors in 8 bits; one rank alone has no errors."""
-
-        def of_bucket(numel: int, chunk: int) -> int:
-            whole, rest = divmod(min(self.world_size // self.node_size * chunk, numel), chunk)  # of the first shard
-            return whole * integer_message_nbytes(chunk, ERROR_BITS) + integer_message_nbytes(rest, ERROR_BITS)
-
-        return self._sum(of_bucket) if self.world_size > 1 else 0
+        """Bytes of the worker errors in 8 bits, of the chunks that ranks of a node share; one rank alone has none."""
+        shards = self.world_size // self.node_size
+        held = self._sum(lambda numel, chunk: CompactErrors.nbytes(min(shards * chunk, numel), shards))
+        return held if self.world_size > 1 else 0
 
     @property
     def errors(self) -> int:
         """Bytes of all errors in 8 bits."""
-        server = self._sum(lambda numel, chunk: integer_message_nbytes(chunk, ERROR_BITS))
+        server = self._sum(lambda numel, chunk: CompactErrors.nbytes(chunk))
         return self.worker_errors + server if self.world_size > 1 else 0
 
     def states(self, optimizer_class: type[CompressedOptimizer]) -> dict[str, int]:

@@ -5,7 +5,6 @@ import json
 import re
 import runpy
 import subprocess
-import sys
 from collections.abc import Iterator
 from functools import reduce
 from importlib import import_module
@@ -13,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -73,13 +73,13 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{file}#{anchor}"
 
 
-def test_the_index_of_the_documentation_lists_every_page() -> None:
-    index = (REPO_ROOT / "docs" / "README.md").read_text()
+def test_every_page_and_recipe_is_listed() -> None:
     pages = [str(page.relative_to(REPO_ROOT / "docs")) for page in DOCS]
+    recipes = [str(page.relative_to(REPO_ROOT)) for page in RECIPES]
+    index, site = (REPO_ROOT / "docs" / "README.md").read_text(), (REPO_ROOT / "mkdocs.yml").read_text()
     assert [page for page in pages if page != "README.md" and f"]({page})" not in index] == []
-    site = (REPO_ROOT / "mkdocs.yml").read_text()
-    shown = [f"docs/{page}" for page in pages] + [str(page.relative_to(REPO_ROOT)) for page in RECIPES]
-    assert [page for page in shown if f": {page}\n" not in site] == []
+    assert [page for page in [*(f"docs/{page}" for page in pages), *recipes] if f": {page}\n" not in site] == []
+    assert all(f"]({recipe})" in README.read_text() for recipe in recipes)
 
 
 def test_the_readme_is_a_landing_page() -> None:
@@ -146,18 +146,16 @@ def unknown_options(rank: int, world_size: int, commands: list[list[str]]) -> li
     for script, *words in commands:
         if "recipes/lora/" in script and not (find_spec("peft") and find_spec("trl")):
             continue  # the extra "lora" is not installed
-        if "/" not in script:
-            names: dict[str, Any] = {"HfArgumentParser": HfArgumentParser}
-        else:
+        names: dict[str, Any] = {"HfArgumentParser": HfArgumentParser}  # of a script of the user's
+        if "/" in script:
             names = runpy.run_path(str(REPO_ROOT / script), run_name="recipe")
         if "HfArgumentParser" in names:
             training = Seq2SeqTrainingArguments if "Seq2SeqTrainer" in names else TrainingArguments
             own = [names[name] for name in ("Arguments", "ModelArguments", "DataArguments") if name in names]
             unknown += HfArgumentParser((*own, training)).parse_known_args(words)[1]
         elif "parse_arguments" in names:
-            before, sys.argv = sys.argv, [script, *words]
-            names["parse_arguments"]()  # exits at an option that it does not know
-            sys.argv = before
+            with mock.patch("sys.argv", [script, *words]):
+                names["parse_arguments"]()  # exits at an option that it does not know
     return unknown
 
 
@@ -216,40 +214,26 @@ def test_the_versions_in_the_documentation_are_those_that_test_compat_installs()
         assert re.search(rf"^\| .*{name}.* \| {re.escape(told)} \|$", page, re.MULTILINE), told
 
 
-def test_the_readme_lists_every_recipe() -> None:
-    assert all(f"](recipes/{recipe.parent.name}/README.md)" in README.read_text() for recipe in RECIPES)
-
-
 def test_the_site_shows_roles_of_docstrings_as_names() -> None:
     shown = runpy.run_path(str(REPO_ROOT / "scripts" / "make_site.py"))["on_page_content"]
     html = "<p>:class:<code>~a.b.Adam</code>, :meth:<code>Adam.step</code>::</p>"
     assert shown(html) == "<p><code>Adam</code>, <code>Adam.step</code>:</p>"
 
 
-PAGE = REPO_ROOT / "docs" / "dev" / "architecture.md"
 PACKAGE = REPO_ROOT / "hf_compressopt"
 # `optim/base.py:CompressedOptimizer.step`, `optim/base.py`, `zero/`; relative to the package
 NAME = re.compile(r"`((?:\w+/)*(?:\w+\.py)?)(?::([\w.]+))?`")
 
 
-def names() -> list[tuple[str, str]]:
-    return [(path, name) for path, name in NAME.findall(PAGE.read_text()) if path]
-
-
-def find(path: str, name: str) -> Any:
-    module = import_module(".".join(["hf_compressopt", *Path(path).with_suffix("").parts]))
-    return reduce(getattr, name.split("."), module)
-
-
-def test_files_and_folders_exist() -> None:
-    assert [path for path, _ in names() if not (PACKAGE / path).exists()] == []
-
-
-def test_functions_exist_in_the_files_that_the_page_names() -> None:
-    walks = [(path, name) for path, name in names() if name]
-    for path, name in walks:
-        found = inspect.unwrap(getattr(find(path, name), "fget", None) or find(path, name))
-        assert Path(inspect.getsourcefile(found) or "").resolve() == (PACKAGE / path).resolve(), (path, name)
+def test_what_the_page_on_the_architecture_names_is_where_it_says() -> None:
+    page = (REPO_ROOT / "docs" / "dev" / "architecture.md").read_text()
+    for path, name in NAME.findall(page):
+        assert (PACKAGE / path).exists(), path
+        if path and name:
+            module = import_module(".".join(["hf_compressopt", *Path(path).with_suffix("").parts]))
+            found = reduce(getattr, name.split("."), module)
+            source = inspect.getsourcefile(inspect.unwrap(getattr(found, "fget", None) or found)) or ""
+            assert Path(source).resolve() == (PACKAGE / path).resolve(), (path, name)
 
 
 def test_every_invariant_has_a_test_and_every_test_an_invariant() -> None:

@@ -17,7 +17,8 @@ import pytest
 from tests.support.launching import REPO_ROOT, environment, own_network, run, run_python
 
 SCRIPT = [sys.executable, str(REPO_ROOT / "scripts" / "benchmark_network.py")]
-SMALL = ["--models", "tiny", "--methods", "ddp", "onebit_adam", "--rounds", "1", "--steps", "3", "--slow-steps", "3"]
+TINY = ["--models", "tiny", "--rounds", "1", "--steps", "3"]
+SMALL = [*TINY, "--methods", "ddp", "onebit_adam", "--slow-steps", "3"]
 
 
 def namespaces_can_be_made() -> bool:
@@ -40,70 +41,40 @@ def own_namespaces(pid: int) -> list[str]:
 
 
 @pytest.mark.full
-def test_loopback(tmp_path: Path) -> None:
-    report = tmp_path / "network.json"
-    text = run([*SCRIPT, "--loopback", *SMALL, "--report", str(report)]).stdout
+def test_methods_over_loopback(tmp_path: Path) -> None:
+    report, alone = tmp_path / "network.json", own_network()
+    names = ["ddp", "zero_torch", "onebit_adam", "powersgd_1", "local_sgd_8", "diloco_32"]
+    words = [*alone, *SCRIPT, *TINY, "--loopback", "--report", str(report)]
+    text = run([*words, "--methods", *names]).stdout
     rows = {row["method"]: row for row in json.loads(report.read_text())}
-    assert set(rows) == {"ddp", "onebit_adam"} and all(len(row["seconds"]) == 1 for row in rows.values())
-    assert rows["ddp"]["ranks"] == 2
-    assert rows["ddp"]["sent"] > 4 * rows["ddp"]["numel"]  # 2 (W-1)/W values of 4 bytes; others may use loopback too
+    assert list(rows) == names and all(row["ranks"] == 2 and len(row["seconds"]) == 1 for row in rows.values())
+    sent = {name: row["sent"] / row["numel"] for name, row in rows.items()}  # in bytes; of LocalSGD once in 8 steps
+    assert sent["ddp"] > 4 and sent["local_sgd_8"] >= 0.5 and all(value > 0 for value in sent.values()), sent
+    # where a namespace of its own is not allowed, other traffic on the loopback device can only add to the count
+    assert not alone or sent["zero_torch"] >= 4 and all(sent[name] < 0.8 for name in names[3:]), sent
     assert re.search(r"^\| `onebit_adam`, compressed stage *\| \d+ ", text, re.MULTILINE)
-    few = [*SMALL[:3], "fp16", *SMALL[3:]]  # of these methods the report has two
-    text = run([*SCRIPT, "--loopback", *few, "--missing", "--report", str(report)]).stdout
+    text = run([*words, "--methods", *names, "fp16", "--missing"]).stdout  # of these methods the report has all but one
     assert "(1 of 1, about 0 min left)" in text
     after = {row["method"]: row for row in json.loads(report.read_text())}
-    assert set(after) == {"ddp", "fp16", "onebit_adam"} and all(after[name] == row for name, row in rows.items())
-
-
-@pytest.mark.full
-def test_methods_of_others(tmp_path: Path) -> None:
-    report = tmp_path / "rivals.json"
-    names = ["zero_torch", "powersgd_1", "local_sgd_8", "diloco_32"]
-    few = ["--models", "tiny", "--methods", *names, "--rounds", "1", "--steps", "3", "--report", str(report)]
-    alone = own_network()
-    run([*alone, *SCRIPT, "--loopback", *few])
-    rows = json.loads(report.read_text())
-    assert [row["method"] for row in rows] == names
-    values = {row["method"]: row["sent"] / row["numel"] for row in rows}  # in bytes; of LocalSGD once in 8 steps
-    assert values["local_sgd_8"] >= 0.5 and all(value > 0 for value in values.values()), values
-    # where a namespace of its own is not allowed, other traffic on the loopback device can only add to the count
-    assert not alone or values["zero_torch"] >= 4 and all(values[name] < 0.8 for name in names[1:]), values
+    assert set(after) == {*names, "fp16"} and all(after[name] == row for name, row in rows.items())
 
 
 @pytest.mark.full
 @needs_namespaces
 def test_every_rank_has_a_link_of_its_own_speed(tmp_path: Path) -> None:
     report = tmp_path / "network.json"
-    known = [("1 Gbit/s", "ddp"), ("1 Gbit/s", "fp16"), ("10 Gbit/s", "zero2"), ("10 Gbit/s", "ddp")]
-    rows = [
-        {
-            "model": "tiny",
-            "ranks": 2,
-            "link": link,
-            "method": method,
-            "numel": 1,
-            "seconds": [1.0],
-            "sent": 1.0,
-            "per_node": 1,
-        }
-        for link, method in known
-    ]
-    report.write_text(json.dumps(rows))
-    process = subprocess.Popen(
-        [*SCRIPT, *SMALL, "--links", "1 Gbit/s", "100 Mbit/s", "--report", str(report)],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    fast, slow = (f"{rate} Gbit/s" for rate in (10, 1))
+    known = {"model": "tiny", "ranks": 2, "numel": 1, "seconds": [1.0], "sent": 1.0, "per_node": 1}
+    rows = [(slow, "ddp"), (slow, "fp16"), (fast, "zero2"), (fast, "ddp")]
+    report.write_text(json.dumps([{**known, "link": link, "method": method} for link, method in rows]))
+    words = [*SCRIPT, *SMALL, "--links", slow, "100 Mbit/s", "--report", str(report)]
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output
     rows = json.loads(report.read_text())
-    assert [(row["ranks"], row["link"], row["method"]) for row in rows] == [
-        *((2, "10 Gbit/s", method) for method in ("ddp", "zero2")),  # which were measured before
-        *((2, "1 Gbit/s", method) for method in ("ddp", "fp16", "onebit_adam")),
-        *((2, "100 Mbit/s", method) for method in ("ddp", "onebit_adam")),
-    ]
+    expected = {fast: ["ddp", "zero2"], slow: ["ddp", "fp16", "onebit_adam"], "100 Mbit/s": ["ddp", "onebit_adam"]}
+    found = [(row["ranks"], row["link"], row["method"]) for row in rows]
+    assert found == [(2, link, method) for link, methods in expected.items() for method in methods]
     fresh = [row for row in rows if row["numel"] > 1]
     # 2 (W-1)/W values of 4 bytes; of so small a model's messages of signs half are headers, beside a sketch of 16 KiB
     assert all(row["sent"] == pytest.approx(4 * row["numel"], rel=0.1) for row in fresh if row["method"] == "ddp")
@@ -118,9 +89,8 @@ def test_ranks_of_a_node_share_a_link(tmp_path: Path) -> None:
     report = tmp_path / "nodes.json"
     sharded = ["fsdp2", "fsdp2_int4", "hsdp_32", "hsdp_16", "hsdp_int4"]
     methods = ["--methods", "ddp", "int4", "int4_levels", *sharded]
-    words = ["--models", "tiny", *methods, "--rounds", "1", "--steps", "3"]
     nodes = ["--nodes", "2", "--ranks-per-node", "2", "--links", "1 Gbit/s", "--report", str(report)]
-    text = run([*SCRIPT, *words, *nodes]).stdout
+    text = run([*SCRIPT, *TINY, *methods, *nodes]).stdout
     rows = {row["method"]: row for row in json.loads(report.read_text())}
     assert all((row["ranks"], row["per_node"]) == (4, 2) for row in rows.values())
     assert "4 ranks on 2 nodes" in text and "`grad_compression=int4`, hierarchical" in text
@@ -128,10 +98,6 @@ def test_ranks_of_a_node_share_a_link(tmp_path: Path) -> None:
     assert sent["int4_levels"] < 0.7 * sent["int4"] < 0.7 * sent["ddp"]
     assert sent["hsdp_int4"] < 0.5 * sent["hsdp_16"] < 0.4 * sent["hsdp_32"]
     assert sent["fsdp2_int4"] < 0.2 * sent["fsdp2"]
-
-
-def processes_of(session: int) -> list[str]:
-    return subprocess.run(("pgrep", "-s", str(session)), capture_output=True, text=True).stdout.split()
 
 
 @pytest.mark.full
@@ -143,10 +109,14 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
         start_new_session=True,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # what a shell starts with `&` ignores it
     )
+
+    def processes() -> list[str]:
+        return subprocess.run(("pgrep", "-s", str(process.pid)), capture_output=True, text=True).stdout.split()
+
     end = time.monotonic() + 60
     while len(own_namespaces(process.pid)) < 3 and time.monotonic() < end:
         time.sleep(0.2)
-    assert len(own_namespaces(process.pid)) == 3 and str(process.pid) in processes_of(process.pid)
+    assert len(own_namespaces(process.pid)) == 3 and str(process.pid) in processes()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     try:
         assert process.wait(timeout=60) != 0
@@ -154,7 +124,7 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     end = time.monotonic() + 10  # a process that was killed is listed until its parent has noticed
-    while (left := processes_of(process.pid)) and time.monotonic() < end:
+    while (left := processes()) and time.monotonic() < end:
         time.sleep(0.1)
     assert own_namespaces(process.pid) == [] and left == []
 
