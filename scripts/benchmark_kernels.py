@@ -44,6 +44,7 @@ from torch import Tensor
 
 from hf_compressopt import FusedAdam, OnebitAdam, kernels
 from hf_compressopt.kernels import (
+    SKETCH_NUMEL,
     AdamUpdate,
     Average,
     Combination,
@@ -54,12 +55,10 @@ from hf_compressopt.kernels import (
     LocalUpdate,
     ParameterSync,
     Segment,
-    any_nan,
+    SignFormat,
     library,
-    message_nbytes,
 )
 from hf_compressopt.kernels.compact import CompactErrors, Errors, LogVariance, encode_variance_
-from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 
 CPU = torch.device("cpu")
 AVERAGED = (2, 4, 8)  # messages
@@ -82,16 +81,21 @@ class Case:
     like: str = "a += b"
 
 
+def call_of(device: torch.device, name: str, *operands: object) -> Callable[[], object]:
+    """Return a call of a kernel, native or the reference, as is chosen when it is made."""
+    return lambda: getattr(kernels.on(device), name)(*operands)
+
+
 def sign_cases(numel: int, device: torch.device, dtype: torch.dtype) -> list[Case]:
     """The kernels of signs and of optimizers; parameters and gradients have this dtype, all else is float32."""
     x, error, out, v, u, anchor = (torch.rand(numel, device=device) + 0.1 for _ in range(6))
     param, grad = (torch.randn(numel, device=device).to(dtype) for _ in range(2))
     params, grads, size = [Segment(param, 0, numel, 0)], [Segment(grad, 0, numel, 0)], param.element_size()
     message, whole, served = (
-        torch.zeros(message_nbytes(numel, block), dtype=torch.uint8, device=device) for block in (BLOCK, None, BLOCK)
+        torch.zeros(SignFormat(block).nbytes(numel), dtype=torch.uint8, device=device) for block in (BLOCK, None, BLOCK)
     )
-    kernels.SignFormat(BLOCK).compress_(Combination.of(x), error, message, 1, error)
-    y, received = Average(numel, None, message, 1, BLOCK, message.numel()), message.repeat(max(AVERAGED))
+    kernels.on(device).compress_(SignFormat(BLOCK), Combination.of(x), error, message, 1, error)
+    y, received = Average(numel, SignFormat(BLOCK), message, 1, message.numel()), message.repeat(max(AVERAGED))
     momentum = Combination(numel, device, x, 0.9, grads, 0.1)
     last = Combination(numel, device, None, 0.9, grads, 0.1, last=y)
     compact, codes = CompactErrors.zeros(numel, 1, device), torch.zeros(numel, dtype=torch.uint8, device=device)
@@ -104,17 +108,15 @@ def sign_cases(numel: int, device: torch.device, dtype: torch.dtype) -> list[Cas
     local_step = LocalUpdate(out, v, u, grads, params, 0.9, descent)
     sync = ParameterSync(y, out, anchor, v, u, params, 1.0, descent)
     moments = LambMoments(y, out, x, v, params, factors, sums, lamb)
-
-    def kernel(name: str, *operands: object) -> Callable[[], object]:
-        return lambda: getattr(kernels.on(device), name)(*operands)  # native or the reference, as is chosen then
+    kernel = partial(call_of, device)
 
     def compress(z: Combination, out: Tensor, block: int | None, error: Errors = error) -> Callable[[], object]:
-        return lambda: kernels.SignFormat(block).compress_(z, error, out, 1, error)
+        return kernel("compress_", SignFormat(block), z, error, out, 1, error)
 
     def average(name: str, count: int, error: Errors, each: float) -> Case:
-        form, nbytes = kernels.SignFormat(BLOCK), 2 * each + (count + 1) * SIGN
-        part = received[: count * message.numel()]
-        return Case(name, lambda: form.average_compress_(part, error, error, served, count), nbytes, "a *= c")
+        form, part = SignFormat(BLOCK), received[: count * message.numel()]
+        call = kernel("average_compress_", form, part, error, error, served, count)
+        return Case(name, call, 2 * each + (count + 1) * SIGN, "a *= c")
 
     small = 2 * IN_8_BITS + size + 2 * SIGN
     return [
@@ -148,28 +150,28 @@ def integer_cases(numel: int, device: torch.device) -> list[Case]:
     return [
         *found,
         Case("sum of squares", lambda: kernels.sum_of_squares([grad], device), 4, "dot(a, b)"),
-        Case("sum of squares + sketch", lambda: sketch_(whole, 0, 1, sketch, squares), 4, "dot(a, b)"),
+        Case("sum of squares + sketch", call_of(device, "sketch_", whole, 0, 1, sketch, squares), 4, "dot(a, b)"),
     ]
 
 
 def low_bit_cases(form: IntegerFormat, z: Combination, message: Tensor, error: Tensor, out: Tensor) -> list[Case]:
     """The kernels of a format."""
     sent, compact = message.numel() / out.numel(), CompactErrors.zeros(out.numel(), 1, out.device)
-    form.compress_(z, error, message, 1)
-    messages, y = message.repeat(max(AVERAGED)), form.average(out.numel(), message, 1, message.numel())
-    served, small = torch.zeros_like(message), ", errors in 8 bits"
+    kernels.on(out).compress_(form, z, error, message, 1)
+    messages, y = message.repeat(max(AVERAGED)), Average(out.numel(), form, message, 1, message.numel())
+    served, small, kernel = torch.zeros_like(message), ", errors in 8 bits", partial(call_of, out.device)
 
     def average(name: str, count: int, error: Errors, new_error: Errors, each: float, like: str) -> Case:
         received, nbytes = messages[: count * message.numel()], 2 * each + (count + 1) * sent
-        return Case(name, lambda: form.average_compress_(received, error, new_error, served, count), nbytes, like)
+        return Case(name, kernel("average_compress_", form, received, error, new_error, served, count), nbytes, like)
 
     return [
-        Case("compress", lambda: form.compress_(z, error, message, 1), 8 + sent, "dot(a, b)"),
+        Case("compress", kernel("compress_", form, z, error, message, 1), 8 + sent, "dot(a, b)"),
         *(average(f"average of {count}", count, error, out, 4, "a = b") for count in AVERAGED),
-        Case("decompress", lambda: form.decompress_(y, out), 4 + sent, "a = c"),
-        Case(f"compress{small}", lambda: form.compress_(z, compact, message, 1), 4 + IN_8_BITS + sent, "dot(a, b)"),
+        Case("decompress", kernel("decompress_", y, out), 4 + sent, "a = c"),
+        Case(f"compress{small}", kernel("compress_", form, z, compact, message, 1), 4 + IN_8_BITS + sent, "dot(a, b)"),
         *(average(f"average of {count}{small}", count, compact, compact, IN_8_BITS, "a *= c") for count in AVERAGED),
-        Case("any_nan", lambda: any_nan(y), 1 / 64, "dot(a, b)"),
+        Case("any_nan", kernel("any_nan", y), 1 / 64, "dot(a, b)"),
     ]
 
 

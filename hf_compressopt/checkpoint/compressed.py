@@ -47,7 +47,7 @@ def room_for_messages(
         count = min(bucket_numel, numel - start)
         stride = form.chunk_nbytes(count, world_size)[0]
         messages = torch.empty(world_size * stride, dtype=torch.uint8, device=device)
-        found[start] = form.average(count, messages, world_size, stride)
+        found[start] = Average(count, form, messages, world_size, stride)
     return found
 
 
@@ -139,9 +139,9 @@ class GroupBuffers:
         """Take over what was read. ``frozen``: whether the variance does not change in the coming step."""
         state, moments = self.state, self.moments
         starts = [bucket.start for bucket in state.layout.buckets]
-        form = state.communicator.world_size, state.form.scale_block if state.feedback else None
+        wanted = state.communicator.world_size, state.form if state.feedback else None
         mine = sorted(moments.last) == starts
-        mine = mine and all((last.world_size, last.scale_block) == form for last in moments.last.values())
+        mine = mine and all((last.world_size, last.form) == wanted for last in moments.last.values())
         keep = state.compact and frozen  # the warmup stage takes float32
         moments.decode(momentum=not (keep and mine), variance=not keep)
         if state.compact:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_compressopt import kernels
 from hf_compressopt.checkpoint.state import (
     COMPRESSED,
     MOMENTS,
@@ -56,8 +57,8 @@ from hf_compressopt.format.index import (
 )
 from hf_compressopt.format.plan import MASTER, Per, Plan, Read, StateTensor, TensorKey, plan_reads
 from hf_compressopt.format.shards import ShardFiles, absent_shards, not_whole, progress
-from hf_compressopt.kernels import CompactErrors, SignFormat
-from hf_compressopt.kernels.compact import ERROR_CODE, check_tops, decode_variance
+from hf_compressopt.kernels import Average, CompactErrors, SignFormat
+from hf_compressopt.kernels.compact import ERROR_FORMAT, check_tops, decode_variance
 from hf_compressopt.optim.options import check_count, check_scale_block
 
 logger = logging.getLogger(__name__)
@@ -282,7 +283,7 @@ class Stored:
         for bucket, count, byte, whole in self._buckets(
             numel, wanted.start, wanted.stop, partial(CompactErrors.nbytes, world_size=self._ranks)
         ):
-            for rank, nbytes in enumerate(ERROR_CODE.chunk_nbytes(count, self._ranks)):
+            for rank, nbytes in enumerate(ERROR_FORMAT.chunk_nbytes(count, self._ranks)):
                 first, last = (bucket + place for place in chunk_range(count, self._ranks, rank))
                 low, high = max(first, wanted.start), min(last, wanted.stop)
                 if low < high:
@@ -318,7 +319,8 @@ class Stored:
             if self._recent is None or self._recent[:2] != (group, first):
                 values, nbytes = torch.empty(count, dtype=torch.float32, device="cpu"), nbytes_of(count)
                 messages = self._bytes(TensorKey(Kind.MESSAGE, group=group), whole, byte, byte + nbytes)
-                form.decompress_(form.average(count, messages, ranks, nbytes // ranks), values)
+                average = Average(count, form, messages, ranks, nbytes // ranks)
+                kernels.on(values).decompress_(average, values)
                 self._recent = group, first, values
             yield self._recent[2][max(low - first, 0) : high - first].clone()
 

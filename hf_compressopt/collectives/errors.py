@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.flat import Bucket, FlatLayout
-from hf_compressopt.kernels import Combination, CompactErrors, Errors, IntegerAverage, IntegerFormat
-from hf_compressopt.kernels.compact import ERROR_BITS, ERROR_CODE
+from hf_compressopt.kernels import Average, Combination, CompactErrors, Errors
+from hf_compressopt.kernels.compact import ERROR_FORMAT
 
 
 def values_of(error: Errors) -> Tensor:
@@ -22,9 +23,9 @@ def values_of(error: Errors) -> Tensor:
     if isinstance(error, Tensor):
         return error
     values = torch.empty(error.count, dtype=torch.float32, device=error.device)
-    stride = max(ERROR_CODE.chunk_nbytes(error.count, error.world_size))
-    average = IntegerAverage(error.count, error.messages, error.world_size, ERROR_BITS, stride)
-    IntegerFormat(ERROR_BITS).decompress_(average, values)
+    stride = max(ERROR_FORMAT.chunk_nbytes(error.count, error.world_size))
+    average = Average(error.count, ERROR_FORMAT, error.messages, error.world_size, stride)
+    kernels.on(values).decompress_(average, values)
     return values
 
 
@@ -34,7 +35,7 @@ def keep_(error: Errors, values: Tensor) -> None:
         error.copy_(values)
     else:
         nothing = Combination(error.count, values.device)  # so that what is compressed is the values
-        IntegerFormat(ERROR_BITS).compress_(nothing, values, error.messages, error.world_size)
+        kernels.on(values).compress_(ERROR_FORMAT, nothing, values, error.messages, error.world_size)
 
 
 def scale_(errors: Iterable[Errors], factor: float) -> None:
@@ -208,7 +209,7 @@ class GroupErrors:
             if isinstance(error, Tensor) or not flat:
                 yield self.own_range(bucket)[0], values_of(error)
             else:
-                nbytes = ERROR_CODE.chunk_nbytes(bucket.numel, self._communicator.world_size)
+                nbytes = ERROR_FORMAT.chunk_nbytes(bucket.numel, self._communicator.world_size)
                 yield start + sum(nbytes[:rank]), error.messages
                 start += sum(nbytes)
 

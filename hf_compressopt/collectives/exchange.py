@@ -41,7 +41,6 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.topology import Topology
 from hf_compressopt.kernels import (
     MESSAGE_ALIGNMENT,
-    AnyAverage,
     Average,
     Combination,
     Errors,
@@ -275,10 +274,10 @@ def in_runs(
 def all_reduce(
     zs: Sequence[Combination],
     feedback: Sequence[ErrorFeedback],
-    form: MessageFormat[AnyAverage],
+    form: MessageFormat,
     ranks: Communicator,
     new: Sequence[ErrorFeedback] | None = None,
-) -> Task[list[AnyAverage]]:
+) -> Task[list[Average]]:
     """Average a run of buckets by compressed messages. All ranks call, for the same buckets in one order.
 
     What ``zs`` (of one bucket in the hierarchical topology) read is used up where the task first waits; in the
@@ -289,8 +288,7 @@ def all_reduce(
     """
     new = new or feedback
     if ranks.world_size == 1:
-        alone: list[AnyAverage] = [_with_old_errors(z, errors) for z, errors in zip(zs, feedback, strict=True)]
-        return alone
+        return [_with_old_errors(z, errors) for z, errors in zip(zs, feedback, strict=True)]
     numels, device = tuple([z.numel for z in zs]), zs[0].device
     plan = _plan(numels, form, ranks.topology, device)
     messages, use = torch.empty(sum(plan.to_peers), dtype=torch.uint8, device=device), kernels.on(device)
@@ -310,10 +308,10 @@ def all_reduce(
     del received, parts, part
     yield from all_gather(together, ranks, last=None)
     rows = zip(numels, torch.split(_in_order(together, plan, 2), plan.whole), plan.strides, strict=True)
-    return [form.average(numel, part, ranks.world_size, stride) for numel, part, stride in rows]
+    return [Average(numel, form, part, ranks.world_size, stride) for numel, part, stride in rows]
 
 
-def _with_old_errors(z: Combination, feedback: ErrorFeedback) -> Any:
+def _with_old_errors(z: Combination, feedback: ErrorFeedback) -> Average:
     values = torch.empty(z.numel, dtype=torch.float32, device=z.device)
     kernels.on(values).combine_(z, values)
     for error in (*feedback.worker, feedback.server):
@@ -342,19 +340,17 @@ def reduce_scatter(
     plan = _plan((z.numel,), form, ranks.topology, z.device)
     messages = torch.empty(sum(plan.to_peers), dtype=torch.uint8, device=z.device)
     if ranks.levels is None:
-        form.compress_(z, old[0], messages, ranks.world_size, new[0])
+        kernels.on(messages).compress_(form, z, old[0], messages, ranks.world_size, new[0])
     else:
         yield from _compress_shard(z, old, new, messages, form, ranks, plan)
     del z
     received = yield from _received(messages, ranks, plan, last)
     mean = torch.empty(plan.own_numel, dtype=torch.float32, device=received.device)
-    form.mean_(received, mean, plan.peers, factor / plan.peers)
+    kernels.on(mean).mean_(form, received, mean, plan.peers, factor / plan.peers)
     return mean
 
 
-def own_message(
-    numel: int, form: MessageFormat[Any], ranks: Communicator, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def own_message(numel: int, form: MessageFormat, ranks: Communicator, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return memory for what :func:`gather_messages` gathers, uint8, and the place of this server's message in it."""
     plan = _plan((numel,), form, ranks.topology, device)
     together, ((start, stop),) = _room(plan, device), plan.own
@@ -370,13 +366,11 @@ def _room(plan: _Plan, device: torch.device) -> Tensor:
     return together
 
 
-def gather_messages(
-    numel: int, together: Tensor, form: MessageFormat[AnyAverage], ranks: Communicator
-) -> Task[AnyAverage]:
+def gather_messages(numel: int, together: Tensor, form: MessageFormat, ranks: Communicator) -> Task[Average]:
     """Gather what every server of a bucket has written in its :func:`own_message`: the second phase alone."""
     yield from all_gather(together, ranks, last=None)
     plan = _plan((numel,), form, ranks.topology, together.device)
-    return form.average(numel, together, ranks.world_size, plan.strides[0])
+    return Average(numel, form, together, ranks.world_size, plan.strides[0])
 
 
 def _compress_shard(
@@ -384,7 +378,7 @@ def _compress_shard(
     old: Sequence[Errors],
     new: Sequence[Errors],
     messages: Tensor,
-    form: MessageFormat[Any],
+    form: MessageFormat,
     ranks: Communicator,
     plan: _Plan,
 ) -> Task[None]:
@@ -397,7 +391,7 @@ def _compress_shard(
     means = torch.split(mean, [numel for numel, _ in plan.parts])
     outs = torch.split(messages, [nbytes for _, nbytes in plan.parts])
     for part, before, after, out in zip(means, old, new, outs, strict=True):
-        form.compress_(Combination.of(part), before, out, 1, after)
+        kernels.on(out).compress_(form, Combination.of(part), before, out, 1, after)
 
 
 def _received(messages: Tensor, ranks: Communicator, plan: _Plan, last: bool | None = None) -> Task[Tensor]:

@@ -23,7 +23,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, Order, Pipeline, Task, all_reduce, in_runs
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
-from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment, any_nan
+from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment
 from hf_compressopt.kernels.memory import numbers_on, reads_at_once
 
 _BUCKET_BYTES = 25 * 2**20
@@ -98,7 +98,7 @@ class IntegerBucket(GradientBucket):
         rows = zip(run, segments, strict=True)
         zs = [Combination(b.bucket.numel, ranks.device, grads=mine, beta=1.0 / scale) for b, mine in rows]
         averages = yield from all_reduce(zs, old, form, ranks, new)
-        use = kernels.on(averages[0].messages)
+        use = kernels.on(ranks.device)
         for average, mine in zip(averages, segments, strict=True):
             use.add_(average, mine, 0.0, scale)
 
@@ -107,7 +107,7 @@ class IntegerBucket(GradientBucket):
                 if bucket.new is None:
                     bucket.feedback.copy_(errors, unless=dropped)
 
-        return any_nan(*averages), finish
+        return use.any_nan(*averages), finish
 
 
 @dataclass

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.collectives.exchange import (
@@ -243,9 +244,9 @@ class AllGather(Allocator):
             ahead[: stop - begin] = params[begin:stop]
             ahead[: stop - begin] -= own[begin:stop]
             together, message = own_message(bucket.numel, self._form, self._ranks, params.device)
-            self._form.compress_(Combination(columns, params.device), ahead, message, 1)
+            kernels.on(message).compress_(self._form, Combination(columns, params.device), ahead, message, 1)
             average = yield from gather_messages(bucket.numel, together, self._form, self._ranks)
-            self._form.add_(average, columns_of(replicas, bucket, count), decay=1.0)
+            kernels.on(message).add_(average, columns_of(replicas, bucket, count), decay=1.0)
 
         run_tasks(map(follow, rows_layout(own.numel(), self._bucket_numel, count).buckets))
 

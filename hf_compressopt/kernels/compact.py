@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels.memory import kept_per_device
-from hf_compressopt.kernels.messages import IntegerCode
+from hf_compressopt.kernels.messages import IntegerFormat
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 #: Bits of an error in a message.
 ERROR_BITS = 8
-#: The code of errors in 8 bits.
-ERROR_CODE = IntegerCode(ERROR_BITS)
+#: The format of errors in 8 bits.
+ERROR_FORMAT = IntegerFormat(ERROR_BITS)
 
 
 @dataclass(slots=True)  # not frozen: a step makes many, in half of the time
@@ -40,7 +40,7 @@ class CompactErrors:
 
     @staticmethod
     def nbytes(count: int, world_size: int = 1) -> int:
-        return ERROR_CODE.sizes(count, world_size)[1]
+        return sum(ERROR_FORMAT.chunk_nbytes(count, world_size))
 
     @classmethod
     def zeros(cls, count: int, world_size: int = 1, device: torch.device | None = None) -> CompactErrors:
@@ -74,8 +74,8 @@ def values_of_errors(error: Errors) -> Tensor:
     if isinstance(error, Tensor):
         return error
     values = torch.empty(error.count, dtype=torch.float32, device=error.device)
-    for start, stop, message in ERROR_CODE.chunks(error.messages, error.count, error.world_size):
-        values[start:stop] = ERROR_CODE.decode(message, stop - start)
+    for start, stop, message in ERROR_FORMAT.chunks(error.messages, error.count, error.world_size):
+        values[start:stop] = ERROR_FORMAT.decode(message, stop - start)
     return values
 
 
@@ -84,8 +84,8 @@ def keep_errors_(error: Errors, values: Tensor) -> None:
     if isinstance(error, Tensor):
         error.copy_(values)
         return
-    for start, stop, message in ERROR_CODE.chunks(error.messages, error.count, error.world_size):
-        ERROR_CODE.encode_(values[start:stop], message)
+    for start, stop, message in ERROR_FORMAT.chunks(error.messages, error.count, error.world_size):
+        ERROR_FORMAT.encode_(values[start:stop], message)
 
 
 # -- the frozen variance ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Messages: the bytes in which the values of a chunk travel, and their code in PyTorch.
+"""Message formats: the bytes in which the values of a chunk travel, and their code in PyTorch.
 
 A message is a run of bytes (uint8, contiguous) that holds one chunk of a bucket. Its length depends on the chunk's
 elements alone, and is 0 for a chunk of no elements. Messages of several chunks stand one after another, in rank order.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -46,31 +45,38 @@ def travels_in_full(tensor: Tensor) -> bool:
     return tensor.dim() < 2 or tensor.numel() < 2 * INTEGER_BLOCK
 
 
-class Code(ABC):
-    """Layout of a chunk's values in a message."""
+class Layout(ABC):
+    """The layout of a chunk's values in a message."""
 
+    bits: int  # of an element
     scale_dtype: torch.dtype
 
     @abstractmethod
+    def blocks(self, numel: int) -> int:
+        """Return the number of scales of a chunk of ``numel`` elements."""
+
+    @abstractmethod
+    def scales_at(self, numel: int) -> int:
+        """Return the first byte of the scales in the message of a chunk."""
+
+    def packed_nbytes(self, numel: int) -> int:
+        """Return the bytes of a chunk's elements without their scales."""
+        return -(-numel // SIGNS_PER_BYTE) * self.bits
+
     def nbytes(self, numel: int) -> int:
         """Return the bytes of the message of a chunk of ``numel`` elements."""
+        nbytes = self.packed_nbytes(numel) + self.blocks(numel) * self.scale_dtype.itemsize
+        return -(-nbytes // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
 
     def chunk_nbytes(self, numel: int, world_size: int) -> list[int]:
         """Return the bytes of the message of each chunk of a bucket of ``numel`` elements, in rank order."""
-        return list(self.sizes(numel, world_size)[0])
-
-    def sizes(self, numel: int, world_size: int) -> tuple[tuple[int, ...], int]:
-        """Return :meth:`chunk_nbytes`, and its sum."""
-        return _sizes(self, numel, world_size)
-
-    @abstractmethod
-    def scales_at(self, numel: int) -> tuple[int, int]:
-        """Return the first byte of the scales in the message of a chunk, and their number."""
+        ranges = (chunk_range(numel, world_size, rank) for rank in range(world_size))
+        return [self.nbytes(stop - start) for start, stop in ranges]
 
     def scales(self, message: Tensor, numel: int) -> Tensor:
         """Return the scales of a message, which share its memory. message: uint8, from its first byte on."""
-        first, count = self.scales_at(numel)
-        return message[first : first + count * self.scale_dtype.itemsize].view(self.scale_dtype)
+        first, nbytes = self.scales_at(numel), self.blocks(numel) * self.scale_dtype.itemsize
+        return message[first : first + nbytes].view(self.scale_dtype)
 
     def common_scale(self, u: Tensor) -> Tensor | None:
         """Return the scale that all chunks of a bucket share, [] float32, or None. u: [n] float32."""
@@ -92,7 +98,7 @@ class Code(ABC):
     ) -> Iterator[tuple[int, int, Tensor]]:
         """Yield the elements [start, stop) and the message of each chunk that has elements, a stride apart if given."""
         byte = 0
-        for rank, nbytes in enumerate(self.sizes(numel, world_size)[0]):
+        for rank, nbytes in enumerate(self.chunk_nbytes(numel, world_size)):
             start, stop = chunk_range(numel, world_size, rank)
             if start < stop:
                 yield start, stop, messages[byte : byte + nbytes]
@@ -112,22 +118,11 @@ class Code(ABC):
         return total
 
 
-@lru_cache(maxsize=4096)
-def _sizes(code: Code, numel: int, world_size: int) -> tuple[tuple[int, ...], int]:
-    ranges = (chunk_range(numel, world_size, rank) for rank in range(world_size))
-    sizes = tuple(code.nbytes(stop - start) for start, stop in ranges)
-    return sizes, sum(sizes)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
-
-
 # -- signs ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class SignCode(Code):
+class SignFormat(Layout):
     """A sign per element, and a float32 scale per block: the RMS of its values (1-bit Adam, arXiv 2102.02888).
 
     The message of a chunk of n elements, n > 0:
@@ -144,17 +139,18 @@ class SignCode(Code):
     """
 
     scale_block: int | None  # elements per scale, a positive multiple of 8; None: all chunks share one scale
+    bits = 1
     scale_dtype = torch.float32
 
     def __post_init__(self) -> None:
         if self.scale_block is not None and (self.scale_block <= 0 or self.scale_block % SIGNS_PER_BYTE):
             raise ValueError(f"scale_block must be a positive multiple of 8 or None, got {self.scale_block}")
 
-    def nbytes(self, numel: int) -> int:
-        return message_nbytes(numel, self.scale_block)
+    def blocks(self, numel: int) -> int:
+        return -(-numel // (self.scale_block or max(numel, 1)))
 
-    def scales_at(self, numel: int) -> tuple[int, int]:
-        return 0, num_blocks(numel, self.scale_block)
+    def scales_at(self, numel: int) -> int:
+        return 0
 
     def common_scale(self, u: Tensor) -> Tensor | None:
         return block_rms(u, u.numel()).view(()) if self.scale_block is None and u.numel() else None
@@ -169,7 +165,7 @@ class SignCode(Code):
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
         scales = self.scales(message, numel)
-        signs = message[4 * scales.numel() : 4 * scales.numel() - (-numel // SIGNS_PER_BYTE)]
+        signs = message[4 * scales.numel() :][: self.packed_nbytes(numel)]
         return self._scaled(unpack_signs(signs, numel), scales)
 
     def _scaled(self, signs: Tensor, scales: Tensor) -> Tensor:
@@ -180,16 +176,6 @@ class SignCode(Code):
         signs[:whole].view(-1, self.scale_block).mul_(scales[: whole // self.scale_block].unsqueeze(1))
         signs[whole:].mul_(scales[-1])
         return signs
-
-
-def num_blocks(numel: int, scale_block: int | None) -> int:
-    if numel == 0:
-        return 0
-    return 1 if scale_block is None else -(-numel // scale_block)
-
-
-def message_nbytes(numel: int, scale_block: int | None) -> int:
-    return _aligned(4 * num_blocks(numel, scale_block) - (-numel // SIGNS_PER_BYTE))
 
 
 def block_rms(x: Tensor, scale_block: int) -> Tensor:
@@ -240,7 +226,7 @@ def _sign_table(device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class IntegerCode(Code):
+class IntegerFormat(Layout):
     """A b-bit integer per element, and a bfloat16 scale per block of 128 elements.
 
     Sources: LoCo (arXiv 2407.04480: 4 bits with error feedback), SDP4Bit (arXiv 2410.15526: groups of 128).
@@ -281,22 +267,22 @@ class IntegerCode(Code):
         if self.bits not in INTEGER_BITS:
             raise ValueError(f"bits must be 4 or 8, got {self.bits}")
 
-    def nbytes(self, numel: int) -> int:
-        return integer_message_nbytes(numel, self.bits)
+    def blocks(self, numel: int) -> int:
+        return -(-numel // INTEGER_BLOCK)
 
-    def scales_at(self, numel: int) -> tuple[int, int]:
-        return -(-numel // SIGNS_PER_BYTE) * self.bits, -(-numel // INTEGER_BLOCK)
+    def scales_at(self, numel: int) -> int:
+        return self.packed_nbytes(numel)
 
     def encode_(self, u: Tensor, message: Tensor, scale: Tensor | None = None) -> Tensor:
         scales, integers = self._quantize(u)
         message.zero_()
-        message[: self.scales_at(u.numel())[0]] = self._pack(integers)
+        message[: self.packed_nbytes(u.numel())] = self._pack(integers)
         patterns = scales.view(torch.int32).bitwise_right_shift(16).to(torch.int16)  # a conversion may change a NaN
         self.scales(message, u.numel()).view(torch.int16).copy_(patterns)
         return self._dequantize(scales, integers)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
-        packed = message[: self.scales_at(numel)[0]]
+        packed = message[: self.packed_nbytes(numel)]
         if self.bits == 4:
             packed = torch.stack([packed & 0xF, packed >> 4], dim=1).view(-1)
             packed = (packed ^ 8) - 8  # the sign is the fourth bit
@@ -304,7 +290,7 @@ class IntegerCode(Code):
 
     def _quantize(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize a chunk. u: [n] float32. Returns the scales, [blocks] float32, and the integers, [n] int8."""
-        blocks = -(-u.numel() // INTEGER_BLOCK)
+        blocks = self.blocks(u.numel())
         rows = pad(u, (0, blocks * INTEGER_BLOCK - u.numel())).view(blocks, INTEGER_BLOCK)
         pattern = rows.view(torch.int32).bitwise_and(_SIZE_BITS).amax(dim=1)
         exact = pattern.view(torch.float32) / u.new_tensor(_MOST_STEPS[self.bits])
@@ -332,10 +318,5 @@ class IntegerCode(Code):
         return (low & 0xF) | (high << 4)
 
 
-#: The code of a message.
-AnyCode = SignCode | IntegerCode
-
-
-def integer_message_nbytes(numel: int, bits: int) -> int:
-    """Return the bytes of the integer message of a chunk of ``numel`` elements."""
-    return _aligned(-(-numel // SIGNS_PER_BYTE) * bits - 2 * (-numel // INTEGER_BLOCK))
+#: A format of messages, which kernels take as an operand.
+MessageFormat = SignFormat | IntegerFormat

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_compressopt.kernels.compact import ERROR_CODE, Errors, Variance, like_errors
+from hf_compressopt.kernels.compact import ERROR_FORMAT, Errors, Variance, like_errors
 from hf_compressopt.kernels.library import call, record
 from hf_compressopt.kernels.memory import address_of, dense_values, in_memory, is_direct
-from hf_compressopt.kernels.messages import AnyCode, Code, IntegerCode, SignCode
-from hf_compressopt.kernels.operands import (
+from hf_compressopt.kernels.messages import IntegerFormat, MessageFormat, SignFormat
+from hf_compressopt.kernels.reference import (
+    SKETCH_NUMEL,
     AdamUpdate,
     Average,
     Combination,
     Descent,
-    IntegerAverage,
     LambMoments,
     LambOptions,
     LocalUpdate,
@@ -147,7 +147,7 @@ class Operands:
                 f"{name} must be of {self.numel} elements in {world_size} chunk(s), got {error.count} in "
                 f"{error.world_size}"
             )
-        nbytes = bytes_of(ERROR_CODE, self.numel, world_size)
+        nbytes = bytes_of(ERROR_FORMAT, self.numel, world_size)
         return byref(ErrorsRecord(None, address(name, error.messages, self.device, torch.uint8, nbytes)))
 
     def variance(self, variance: Variance, tensors: int) -> Any:
@@ -177,22 +177,21 @@ class Operands:
                 factors = self.per_tensor("factors", z.factors, tensors)
         return byref(CombinationRecord(x, last, grads, count, factors, z.alpha, z.beta))
 
-    def average(self, y: Average | IntegerAverage) -> Any:
+    def average(self, y: Average) -> Any:
         return byref(self._average(y))
 
-    def _average(self, y: Average | IntegerAverage) -> Any:
-        if isinstance(y, Average) and y.values is not None:
+    def _average(self, y: Average) -> Any:
+        if y.values is not None:
             return AverageRecord(None, self.floats("values", y.values, written=False), y.numel, 0, 0, 1)
-        if y.messages is None:
-            raise ValueError("an average needs messages or values")
-        block, bits = (y.scale_block, 0) if isinstance(y, Average) else (None, y.bits)
-        needed = _bytes_of_average(block, bits, y.numel, y.world_size, y.stride)
+        if y.messages is None or y.form is None:
+            raise ValueError("an average needs messages of a format, or values")
+        needed = _bytes_of_average(y.form, y.numel, y.world_size, y.stride)
         if y.messages.numel() < needed:
             raise ValueError(f"messages must have {needed} bytes or more, got {y.messages.numel()}")
         messages = self.read("messages", y.messages, torch.uint8)
-        if isinstance(y, Average):
-            return AverageRecord(messages, None, y.numel, y.scale_block or 0, y.stride, y.world_size)
-        return IntegersRecord(messages, y.numel, y.stride, y.world_size, y.bits)
+        if isinstance(y.form, SignFormat):
+            return AverageRecord(messages, None, y.numel, y.form.scale_block or 0, y.stride, y.world_size)
+        return IntegersRecord(messages, y.numel, y.stride, y.world_size, y.form.bits)
 
     @staticmethod
     def descent(descent: Descent) -> Any:
@@ -210,15 +209,14 @@ def _descent(*numbers: float) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def bytes_of(code: Code, numel: int, world_size: int = 1) -> int:
-    return code.sizes(numel, world_size)[1]
+def bytes_of(form: MessageFormat, numel: int, world_size: int = 1) -> int:
+    return sum(form.chunk_nbytes(numel, world_size))
 
 
 @lru_cache(maxsize=4096)
-def _bytes_of_average(scale_block: int | None, bits: int, numel: int, world_size: int, stride: int) -> int:
-    """Return the bytes that the messages of an average take, a stride apart. bits: 0 for signs."""
-    code = IntegerCode(bits) if bits else SignCode(scale_block)
-    sizes, _ = code.sizes(numel, world_size)
+def _bytes_of_average(form: MessageFormat, numel: int, world_size: int, stride: int) -> int:
+    """Return the bytes that the messages of an average take, a stride apart."""
+    sizes = form.chunk_nbytes(numel, world_size)
     if max(sizes) > stride and world_size > 1:
         raise ValueError(f"stride must be at least {max(sizes)}, the length of a message, got {stride}")
     last = max((rank for rank, size in enumerate(sizes) if size), default=0)
@@ -235,7 +233,7 @@ def mark_written(flats: Iterable[Tensor], segments: Sequence[Segment] = ()) -> N
 
 
 def compress_(
-    code: AnyCode,
+    form: MessageFormat,
     z: Combination,
     error: Errors,
     messages: Tensor,
@@ -243,32 +241,32 @@ def compress_(
     new_error: Errors | None = None,
 ) -> None:
     use = Operands(_tensor(error).device, z.numel)
-    written = address("messages", messages, use.device, torch.uint8, bytes_of(code, z.numel, world_size))
+    written = address("messages", messages, use.device, torch.uint8, bytes_of(form, z.numel, world_size))
     values = use.combination(z)
-    if isinstance(code, IntegerCode):
+    if isinstance(form, IntegerFormat):
         old = use.errors("error", error, world_size, written=False)
         new = None if new_error is None else use.errors("new_error", new_error, world_size)
-        call("co_compress_integers", use.device, values, old, new, written, z.numel, code.bits, world_size)
+        call("co_compress_integers", use.device, values, old, new, written, z.numel, form.bits, world_size)
     else:
         place = like_errors(error) if new_error is None else new_error  # alive until the call has been made
         new = _updated(use, error, place, world_size)
-        call("co_compress", use.device, values, new, written, z.numel, code.scale_block or 0, world_size)
+        call("co_compress", use.device, values, new, written, z.numel, form.scale_block or 0, world_size)
     mark_written([messages] if new_error is None else [messages, _tensor(new_error)])
 
 
 def average_compress_(
-    code: AnyCode, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
+    form: MessageFormat, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
 ) -> None:
     numel = error.numel() if isinstance(error, Tensor) else error.count
-    use, nbytes = Operands(_tensor(error).device, numel), bytes_of(code, numel)
+    use, nbytes = Operands(_tensor(error).device, numel), bytes_of(form, numel)
     received = use.read("messages", messages, torch.uint8, world_size * nbytes)
     sent = address("out", out, use.device, torch.uint8, nbytes)
-    if isinstance(code, IntegerCode):
+    if isinstance(form, IntegerFormat):
         old, new = use.errors("error", error, 1, written=False), use.errors("new_error", new_error, 1)
-        call("co_average_integers", use.device, received, old, new, sent, numel, code.bits, world_size)
+        call("co_average_integers", use.device, received, old, new, sent, numel, form.bits, world_size)
     else:
         new = _updated(use, error, new_error, 1)
-        call("co_average_compress", use.device, received, new, sent, numel, code.scale_block or 0, world_size)
+        call("co_average_compress", use.device, received, new, sent, numel, form.scale_block or 0, world_size)
     mark_written([_tensor(new_error), out])
 
 
@@ -285,29 +283,29 @@ def _tensor(error: Errors) -> Tensor:  # here: a step enters one module less
     return error if isinstance(error, Tensor) else error.messages
 
 
-def mean_(code: IntegerCode, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:
+def mean_(form: IntegerFormat, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:
     use = Operands(out.device, out.numel())
-    received = use.read("messages", messages, torch.uint8, world_size * code.nbytes(use.numel))
-    call("co_mean_integers", use.device, received, use.floats("out", out), use.numel, code.bits, world_size, factor)
+    received = use.read("messages", messages, torch.uint8, world_size * form.nbytes(use.numel))
+    call("co_mean_integers", use.device, received, use.floats("out", out), use.numel, form.bits, world_size, factor)
     mark_written([out])
 
 
-def add_(y: IntegerAverage, outputs: Sequence[Segment], decay: float, scale: float) -> None:
-    use = Operands(y.messages.device, y.numel)
+def add_(y: Average, outputs: Sequence[Segment], decay: float = 0.0, scale: float = 1.0) -> None:
+    use = Operands(y.device, y.numel)
     table, count, _ = use.segments("outputs", outputs)
     call("co_add_integers", use.device, use.average(y), table, count, decay, scale)
     mark_written([], outputs)
 
 
-def decompress_(y: Average | IntegerAverage, out: Tensor) -> None:
+def decompress_(y: Average, out: Tensor) -> None:
     use = Operands(out.device, y.numel)
-    name = "co_decode_integers" if isinstance(y, IntegerAverage) else "co_decompress"
+    name = "co_decode_integers" if isinstance(y.form, IntegerFormat) else "co_decompress"
     call(name, use.device, use.average(y), use.floats("out", out))
     mark_written([out])
 
 
-def any_nan(*averages: IntegerAverage) -> Tensor:
-    device = averages[0].messages.device
+def any_nan(*averages: Average) -> Tensor:
+    device = averages[0].device
     found = torch.empty(len(averages), dtype=torch.bool, device=device)
     for number, y in enumerate(averages):
         call("co_any_nan", device, Operands(device, y.numel).average(y), found.data_ptr() + number)
@@ -394,6 +392,15 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     sums = torch.zeros(len(flats), dtype=torch.float64, device=device)
     call("co_square_sums", device, table.buffer_info()[0], len(flats), sums.data_ptr())
     return sums.sum()
+
+
+def sketch_(segments: Sequence[Segment], offset: int, seed: int, y: Tensor, squares: Tensor) -> None:
+    use = Operands(y.device, sum(segment.numel for segment in segments))
+    table, count, _ = use.segments("gradients", segments, written=False)
+    numbers = address("y", y, use.device, torch.float32, SKETCH_NUMEL)
+    total = address("squares", squares, use.device, torch.float64, 1)
+    call("co_sketch", use.device, table, count, offset, seed, numbers, total)
+    mark_written([y, squares])
 
 
 def copy_(out: Tensor, source: Tensor) -> None:

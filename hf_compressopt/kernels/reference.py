@@ -4,7 +4,7 @@
 rounded on its own, in the order of the formulas. Only sums over many elements (scales of signs, norms) may differ, by
 at most 2 ulp.
 
-Q(u) is what the messages of a code stand for. Errors may lie in 8 bits
+Q(u) is what the messages of a format stand for. Errors may lie in 8 bits
 (:class:`~hf_compressopt.kernels.compact.CompactErrors`), and so may a frozen variance
 (:class:`~hf_compressopt.kernels.compact.LogVariance`). m, v, p, g and u stand for momentum, variance, parameter,
 gradient and local update. A segment that stands still (:attr:`Segment.still`) counts as a direction of 0, and as a
@@ -15,70 +15,243 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_numel
 from hf_compressopt.kernels.compact import Errors, Variance, keep_errors_, values_of_errors, values_of_variance
-from hf_compressopt.kernels.messages import AnyCode, IntegerCode
-from hf_compressopt.kernels.operands import (
-    AdamUpdate,
-    Average,
-    Combination,
-    Descent,
-    IntegerAverage,
-    LambMoments,
-    LambOptions,
-    LocalUpdate,
-    ParameterSync,
-    Segment,
-)
+from hf_compressopt.kernels.messages import IntegerFormat, MessageFormat
 
+#: Numbers of a sketch, and elements of a run of its own.
+SKETCH_NUMEL = 4096
+
+_LANES = 16
+_ROWS = SKETCH_NUMEL // _LANES
+_SIGNS = 64  # elements whose signs are one hash
+_MOST_SPANS, _LEAST_RUNS = 64, 16
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+_MASK = 2**64 - 1
 _LONG_RUN, _DEVICE_RUN = 1 << 16, 1 << 23  # elements that become float64 at once, on a CPU and elsewhere
+
+
+# -- operands ----------------------------------------------------------------------------------------------------------
+# The dataclasses are not frozen: a step makes hundreds, in half of the time.
+
+
+@dataclass(slots=True)
+class Segment:
+    """Consecutive elements of one tensor. The segments of a bucket, in order, cover it without gaps."""
+
+    #: The whole tensor, contiguous (float32, bfloat16 or float16). None: no gradient, or a parameter that stays.
+    tensor: Tensor | None
+    start: int  # within the flattened tensor
+    numel: int
+    index: int  # the tensor's entry in per-tensor arrays (factors, corrections, rates, sums)
+    still: bool = False  # the tensor stands still because it has no variance: its average counts as 0
+
+    @property
+    def part(self) -> Tensor:
+        """The elements, [numel]; they share memory with the tensor, which must not be None."""
+        assert self.tensor is not None
+        return self.tensor.detach().view(-1)[self.start : self.start + self.numel]
+
+
+@dataclass(slots=True)
+class Average:
+    """The average of a bucket over the ranks: as messages of a format, or as ``values``, [numel] float32.
+
+    The message of chunk j of ``world_size`` begins at byte ``j * stride`` of ``messages``, a multiple of 16.
+    """
+
+    numel: int
+    form: MessageFormat | None = None
+    messages: Tensor | None = None
+    world_size: int = 1
+    stride: int = 0
+    values: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        tensor = self.messages if self.values is None else self.values
+        assert tensor is not None
+        return tensor.device
+
+    @classmethod
+    def of(cls, values: Tensor) -> Average:
+        """Return the average whose values are known, [n] float32."""
+        return cls(values.numel(), values=values)
+
+
+@dataclass(slots=True)
+class Combination:
+    """The values of a bucket that a rank sends: z = (alpha x + beta g) * factor, each operation in float32."""
+
+    numel: int
+    device: torch.device
+    x: Tensor | None = None  # [numel] float32; None leaves the term out unless there is ``last``
+    alpha: float = 1.0
+    grads: Sequence[Segment] | None = None  # None leaves the term out, as does a segment without a tensor
+    beta: float = 1.0
+    factors: Tensor | None = None  # [tensors] float32
+    #: If x is None: an average in messages, whose values are x; x counts as 0 where a segment stands still.
+    last: Average | None = None
+
+    @classmethod
+    def of(cls, x: Tensor) -> Combination:
+        """Return the combination whose values are x, [n] float32."""
+        return cls(x.numel(), x.device, x)
+
+
+@dataclass(slots=True)
+class Descent:
+    """The step along a direction d: p <- p * decay - lr * bounded(d), where ``decay`` is 1 - lr * weight_decay.
+
+    With a decay of exactly 1.0 p is not multiplied. Elements of d are cut to +-``bound``; infinity changes nothing, and
+    NaN stays. ``eps_inside_sqrt`` is sqrt(v + eps) instead of sqrt(v) + eps.
+    """
+
+    lr: float
+    decay: float
+    eps: float
+    eps_inside_sqrt: bool
+    bound: float = math.inf
+
+
+@dataclass(slots=True)
+class LambOptions:
+    """The hyperparameters of one param group that 1-bit LAMB's kernels take."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    eps_inside_sqrt: bool
+
+
+@dataclass(slots=True)
+class AdamUpdate:
+    """Operands of :func:`apply_adam_`.
+
+    y, n elements, may have ``exp_avg`` itself as its values. m, [n] float32, is written, or None if ``beta`` is 1 and
+    nobody needs it beyond y; v is read. Segments without a tensor move no parameter. ``corrections``, [tensors, 2]
+    float32, divide m and v: infinity as the first one stands for a direction of 0, None for m and v as they are.
+    """
+
+    y: Average
+    exp_avg: Tensor | None
+    exp_avg_sq: Variance
+    params: Sequence[Segment]
+    descent: Descent
+    beta: float = 1.0
+    corrections: Tensor | None = None
+
+
+@dataclass(slots=True)
+class LocalUpdate:
+    """Operands of :func:`local_step_`.
+
+    m and u, [n] float32, are updated in place, v is read. Without ``grads`` m stays as it is.
+    """
+
+    exp_avg: Tensor
+    exp_avg_sq: Variance
+    local_update: Tensor
+    grads: Sequence[Segment] | None
+    params: Sequence[Segment]
+    beta1: float
+    descent: Descent
+
+
+@dataclass(slots=True)
+class ParameterSync:
+    """Operands of :func:`sync_parameters_`.
+
+    y may have ``local_update`` itself as its values. m is written, the anchor (the parameters at the last sync) updated
+    in place, and u set to 0; all [n] float32. Segments without a tensor change neither anchor nor parameter. ``lr_sum``
+    is the sum of the learning rates of the interval, not 0; ``descent.decay`` the product over the interval, its
+    ``bound`` that of y / denominator(v), and its ``lr`` is not used.
+    """
+
+    y: Average
+    exp_avg: Tensor
+    anchor: Tensor
+    exp_avg_sq: Variance
+    local_update: Tensor
+    params: Sequence[Segment]
+    lr_sum: float
+    descent: Descent
+
+
+@dataclass(slots=True)
+class LambMoments:
+    """Operands of :func:`lamb_moments_`.
+
+    m and the fresh v, [n] float32, are updated in place, the frozen v is read. A segment without a tensor counts as
+    p = 0. ``factors`` are [tensors] float32; ``sums``, [tensors, 3] float64, are 0 before a tensor's first segment.
+    """
+
+    y: Average
+    exp_avg: Tensor
+    exp_avg_sq_fresh: Tensor
+    exp_avg_sq: Variance
+    params: Sequence[Segment]
+    factors: Tensor
+    sums: Tensor
+    options: LambOptions
 
 
 # -- compression ------------------------------------------------------------------------------------------------------
 
 
 def compress_(
-    code: AnyCode, z: Combination, error: Errors, messages: Tensor, world_size: int, new_error: Errors | None = None
+    form: MessageFormat,
+    z: Combination,
+    error: Errors,
+    messages: Tensor,
+    world_size: int,
+    new_error: Errors | None = None,
 ) -> None:
     """Compress z, n values: u = z + error; messages <- Q(u); new_error <- u - Q(u), if it is given.
 
     ``messages`` is uint8 of all ``world_size`` chunks; ``new_error`` has the form of ``error`` and may be ``error``.
     """
-    u = values_of(z) + values_of_errors(error)
-    scale = code.common_scale(u)
-    for start, stop, message in code.chunks(messages, z.numel, world_size):
-        u[start:stop] -= code.encode_(u[start:stop], message, scale)
+    u = torch.empty(z.numel, dtype=torch.float32, device=z.device)
+    combine_(z, u)
+    u += values_of_errors(error)
+    scale = form.common_scale(u)
+    for start, stop, message in form.chunks(messages, z.numel, world_size):
+        u[start:stop] -= form.encode_(u[start:stop], message, scale)
     if new_error is not None:
         keep_errors_(new_error, u)
 
 
 def average_compress_(
-    code: AnyCode, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
+    form: MessageFormat, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
 ) -> None:
     """Average a chunk on its server: a = mean of the messages' values + error; out <- Q(a); new_error <- a - Q(a).
 
     The sum is taken in float32: messages in groups of four, in rank order, and then the groups' sums, in order.
-    ``messages`` is uint8 [world_size * code.nbytes(n)], one message of the chunk per rank; ``new_error`` may be
+    ``messages`` is uint8 [world_size * form.nbytes(n)], one message of the chunk per rank; ``new_error`` may be
     ``error``.
     """
     if (numel := error.numel()) == 0:
         return
-    mean = code.sum_of(messages.view(world_size, -1), numel).mul_(1.0 / world_size)
+    mean = form.sum_of(messages.view(world_size, -1), numel).mul_(1.0 / world_size)
     mean += values_of_errors(error)
-    keep_errors_(new_error, mean - code.encode_(mean, out, code.common_scale(mean)))
+    keep_errors_(new_error, mean - form.encode_(mean, out, form.common_scale(mean)))
 
 
-def mean_(code: IntegerCode, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:
+def mean_(form: IntegerFormat, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:
     """Sum the messages of one chunk, in the order of :func:`average_compress_`: out <- sum * factor, [n] float32."""
     if out.numel():
-        torch.mul(code.sum_of(messages.view(world_size, -1), out.numel()), factor, out=out)
+        torch.mul(form.sum_of(messages.view(world_size, -1), out.numel()), factor, out=out)
 
 
-def add_(y: IntegerAverage, outputs: Sequence[Segment], decay: float, scale: float) -> None:
+def add_(y: Average, outputs: Sequence[Segment], decay: float = 0.0, scale: float = 1.0) -> None:
     """Add an average to tensors: outputs <- outputs * decay + y * scale, each operation rounded to float32.
 
     Outputs are written in their own dtypes, and not read if decay is 0. Segments without a tensor are left alone.
@@ -89,36 +262,42 @@ def add_(y: IntegerAverage, outputs: Sequence[Segment], decay: float, scale: flo
             segment.part.copy_(change if decay == 0 else segment.part.float() * decay + change)
 
 
-def any_nan(*averages: IntegerAverage) -> Tensor:
+def any_nan(*averages: Average) -> Tensor:
     """Return whether a block of some averages is not finite, [] bool, from its scales."""
     return torch.stack([largest_scale(y) for y in averages]).isnan().any()
 
 
-def largest_scale(y: Average | IntegerAverage) -> Tensor:
+def all_finite(y: Average) -> Tensor:
+    """Return whether all scales of an average are finite, [] bool; a ValueError if it is not in messages."""
+    return largest_scale(y).isfinite()
+
+
+def largest_scale(y: Average) -> Tensor:
     """Return the largest scale, [], NaN if one is: in one reduction of all whole chunks, and one of the last."""
-    if y.messages is None:
+    if y.messages is None or y.form is None:
         raise ValueError("an average in messages is needed, got values")
-    code, each = y.code, chunk_numel(y.numel, y.world_size)
-    found = [torch.zeros((), dtype=code.scale_dtype, device=y.messages.device)] if y.numel == 0 else []
+    form, each = y.form, chunk_numel(y.numel, y.world_size)
+    found = [torch.zeros((), dtype=form.scale_dtype, device=y.messages.device)] if y.numel == 0 else []
     whole = y.numel // each if each else 0
     if whole:
-        (first, count), size = code.scales_at(each), code.scale_dtype.itemsize
-        scales = y.messages[: y.messages.numel() // size * size].view(code.scale_dtype)
-        place = scales.storage_offset() + first // size
-        found.append(scales.as_strided((whole, count), (y.stride // size, 1), place).amax())
+        size = form.scale_dtype.itemsize
+        scales = y.messages[: y.messages.numel() // size * size].view(form.scale_dtype)
+        place = scales.storage_offset() + form.scales_at(each) // size
+        found.append(scales.as_strided((whole, form.blocks(each)), (y.stride // size, 1), place).amax())
     if rest := y.numel - whole * each:
-        found.append(code.scales(y.messages[whole * y.stride :], rest).amax())
+        found.append(form.scales(y.messages[whole * y.stride :], rest).amax())
     return found[0] if len(found) == 1 else torch.maximum(*found)
 
 
-def decompress_(y: Average | IntegerAverage, out: Tensor) -> None:
+def decompress_(y: Average, out: Tensor) -> None:
     """Write the values of an average: out <- y. out: [n] float32, written."""
-    if y.messages is None:
-        assert isinstance(y, Average) and y.values is not None
+    if y.values is not None:
         out.copy_(y.values)
         return
-    for start, stop, message in y.code.chunks(y.messages, y.numel, y.world_size, y.stride):
-        out[start:stop] = y.code.decode(message, stop - start)
+    if y.messages is None or y.form is None:
+        raise ValueError("an average needs messages of a format, or values")
+    for start, stop, message in y.form.chunks(y.messages, y.numel, y.world_size, y.stride):
+        out[start:stop] = y.form.decode(message, stop - start)
 
 
 def combine_(z: Combination, out: Tensor) -> None:
@@ -140,19 +319,12 @@ def combine_(z: Combination, out: Tensor) -> None:
             part.mul_(z.factors[segment.index])
 
 
-def values_of(operand: Combination | Average | IntegerAverage) -> Tensor:
-    """Return the values, [n] float32. Do not change them: they may be the operand's own."""
-    if isinstance(operand, Combination):
-        if operand.x is not None and operand.alpha == 1 and operand.grads is None and operand.factors is None:
-            return operand.x
-        out = torch.empty(operand.numel, dtype=torch.float32, device=operand.device)
-        combine_(operand, out)
-        return out
-    if isinstance(operand, Average) and operand.values is not None:
-        return operand.values
-    assert operand.messages is not None
-    out = torch.empty(operand.numel, dtype=torch.float32, device=operand.messages.device)
-    decompress_(operand, out)
+def values_of(y: Average) -> Tensor:
+    """Return the values of an average, [n] float32. Do not change them: they may be its own."""
+    if y.values is not None:
+        return y.values
+    out = torch.empty(y.numel, dtype=torch.float32, device=y.device)
+    decompress_(y, out)
     return out
 
 
@@ -298,7 +470,7 @@ def _pieces(segments: Sequence[Segment], *flats: Tensor) -> Iterator[tuple[Segme
         start = stop
 
 
-# -- norms ------------------------------------------------------------------------------------------------------------
+# -- norms -------------------------------------------------------------------------------------------------------------
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -309,3 +481,89 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
             wide = run.double()
             total += torch.dot(wide, wide)
     return total
+
+
+def sketch_(segments: Sequence[Segment], offset: int, seed: int, y: Tensor, squares: Tensor) -> None:
+    """Add the count sketch of consecutive elements of a group: y <- y + S(g); squares <- squares + sum of g^2.
+
+    Args:
+        segments: The elements from ``offset`` of the group on, in order. Segments without a tensor count as 0.
+        offset: The first element's place in the group.
+        seed: A number for each step, the same on all ranks; taken modulo 2^64.
+        y: [4096] float32, updated in place; not finite if an element is not.
+        squares: [] float64, updated in place, to the accuracy of float32.
+
+    The sketch S(g) of a group's n elements has k = 4096 numbers. S is linear, so the mean of the ranks' sketches is the
+    sketch of the mean gradient; and E ||S(g)||^2 = ||g||^2 over seeds. The norm's relative standard deviation is about
+    1 / sqrt(2 k), 1.1 %.
+
+    Element i of the group lies in run ``i // 4096``, row ``i // 16 % 256`` and lane ``i % 16``. It is added to, or
+    subtracted from, one number of the sketch: a run is laid on the sketch with its rows rotated, and the lanes of each
+    row rotated. Two elements of different runs meet with probability 1 / 4096, two elements of one run never.
+
+    * hash(x) is the finalizer of SplitMix64, and G = 0x9E3779B97F4A7C15; sums and products are modulo 2^64.
+    * key = hash(seed + G) for signs, and hash(key + G) for rotations.
+    * Bit ``i % 64`` of hash(sign key + ``i // 64`` G) is set if element i is subtracted.
+    * With h = hash(rotation key + run G), the row moves by ``h % 256`` and the lane by ``h // 256 % 16``.
+
+    The sums are taken in float32 over the runs of a span, in order, from +0 on, and in float64 over the spans, in
+    order. A span has max(16, ceil(runs / 64)) runs, and the first span begins with the first run of the call. So all
+    instruction sets, devices and numbers of threads leave the same bits.
+
+    Source: Charikar, Chen, Farach-Colton, "Finding frequent items in data streams" (2002).
+    """
+    numel = sum(segment.numel for segment in segments)
+    if numel == 0:
+        return
+    first_run = offset // SKETCH_NUMEL
+    runs = -(-(offset + numel) // SKETCH_NUMEL) - first_run
+    per_span = max(_LEAST_RUNS, -(-runs // _MOST_SPANS))
+    spans = -(-runs // per_span)
+    rows = torch.zeros(spans * per_span * SKETCH_NUMEL, dtype=torch.float32, device=y.device)
+    start = offset - first_run * SKETCH_NUMEL
+    for segment in segments:
+        if segment.tensor is not None:
+            rows[start : start + segment.numel] = segment.part
+        start += segment.numel
+    squares += sum_of_squares([rows], y.device)
+    placed = _placed(rows, first_run, seed).view(spans, per_span, SKETCH_NUMEL)
+    sums = torch.zeros(spans, SKETCH_NUMEL, dtype=torch.float32, device=y.device)
+    for run in range(per_span):
+        sums += placed[:, run]
+    total = torch.zeros(SKETCH_NUMEL, dtype=torch.float64, device=y.device)
+    for span in sums:
+        total += span
+    y.copy_(y.double() + total)
+
+
+def _placed(rows: Tensor, first_run: int, seed: int) -> Tensor:
+    """Return whole runs with their signs, each number at its place in the sketch. rows: [runs * 4096]; likewise."""
+    runs = rows.numel() // SKETCH_NUMEL
+    key = _hash(seed + _GOLDEN & _MASK)
+    words = _hashes(key, first_run * (SKETCH_NUMEL // _SIGNS), rows.numel() // _SIGNS, rows.device)
+    bits = words.unsqueeze(1) >> torch.arange(_SIGNS, device=rows.device) & 1
+    signed = torch.where(bits.view(-1).bool(), -rows, rows).view(runs, _ROWS, _LANES)
+    rotations = _hashes(_hash(key + _GOLDEN & _MASK), first_run, runs, rows.device).view(-1, 1)
+    from_row = (torch.arange(_ROWS, device=rows.device) - (rotations & _ROWS - 1)) % _ROWS  # [runs, rows]
+    from_lane = (torch.arange(_LANES, device=rows.device) - (rotations >> 8 & _LANES - 1)) % _LANES  # [runs, lanes]
+    run = torch.arange(runs, device=rows.device).view(-1, 1, 1)
+    return signed[run, from_row.unsqueeze(2), from_lane.unsqueeze(1)]
+
+
+def _hash(x: int) -> int:
+    """Return the hash of a number. x: from 0 to 2^64 - 1."""
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        x = (x ^ x >> shift) * factor & _MASK
+    return x
+
+
+def _hashes(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Return hash(key + i G) for i from ``first`` on, [count] int64, the bits of numbers without sign."""
+    x = torch.arange(first, first + count, dtype=torch.int64, device=device) * _signed(_GOLDEN) + _signed(key)
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
+    return x
+
+
+def _signed(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x

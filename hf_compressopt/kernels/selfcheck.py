@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_compressopt.kernels import library, native, reference
-from hf_compressopt.kernels import operands as o
 from hf_compressopt.kernels.compact import (
     CompactErrors,
     Errors,
@@ -32,7 +31,7 @@ from hf_compressopt.kernels.compact import (
     keep_errors_,
     values_of_errors,
 )
-from hf_compressopt.kernels.messages import IntegerCode, SignCode
+from hf_compressopt.kernels.messages import IntegerFormat, MessageFormat, SignFormat
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,6 @@ _CPU = torch.device("cpu")
 _RANKS = 6  # more than a group of messages that are summed by themselves
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 checked: dict[torch.device, frozenset[str]] = {}  # the families that differ
-_mixed: dict[frozenset[str], SimpleNamespace] = {}
 
 
 class Data:
@@ -65,18 +63,18 @@ class Data:
     def zeros(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def tensors(self) -> list[o.Segment]:
+    def tensors(self) -> list[reference.Segment]:
         """Return segments of three dtypes and odd lengths that cover a bucket, the third without a tensor."""
         third, half = self.numel // 3 + 1, self.numel // 2 + 1
         cuts = [0, third, half, half + 1, self.numel] if self.numel > 5 else [0, self.numel]
         found = []
         for k, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
             tensor = None if k == 2 else self.normal(stop - start + k, DTYPES[k % 3])
-            found.append(o.Segment(tensor, 0 if tensor is None else k, stop - start, k))
+            found.append(reference.Segment(tensor, 0 if tensor is None else k, stop - start, k))
         return found
 
-    def combination(self) -> o.Combination:
-        return o.Combination(self.numel, self.device, self.normal(), 0.9, self.tensors(), 0.1)
+    def combination(self) -> reference.Combination:
+        return reference.Combination(self.numel, self.device, self.normal(), 0.9, self.tensors(), 0.1)
 
     def errors(self, world_size: int, compact: bool) -> Errors:
         values = self.normal()
@@ -86,55 +84,56 @@ class Data:
         keep_errors_(errors, values.cpu())
         return replace(errors, messages=errors.messages.to(self.device))
 
-    def messages(self, code: SignCode | IntegerCode, numel: int, count: int) -> Tensor:
-        messages = torch.zeros(count * code.nbytes(numel), dtype=torch.uint8)
+    def messages(self, form: MessageFormat, numel: int, count: int) -> Tensor:
+        messages = torch.zeros(count * form.nbytes(numel), dtype=torch.uint8)
         for message in messages.view(count, -1):
             values = torch.randn(numel, generator=self.random, dtype=torch.float32)
-            code.encode_(values, message, code.common_scale(values))
+            form.encode_(values, message, form.common_scale(values))
         return messages.to(self.device)
 
 
-def _signs(code: SignCode, messages: Tensor, error: Errors, chunks: int) -> Written:
+def _signs(form: SignFormat, messages: Tensor, error: Errors, chunks: int) -> Written:
     """Yield scales, which are sums, signs, and errors; those in 8 bits are rounded to 1/127 of the largest."""
-    for start, stop, message in code.chunks(messages, error.numel(), chunks):
-        first, count = code.scales_at(stop - start)
-        yield code.scales(message, stop - start), SUMS
-        yield message[first + count * code.scale_dtype.itemsize :], 0.0
+    for start, stop, message in form.chunks(messages, error.numel(), chunks):
+        scales = form.scales(message, stop - start)
+        yield scales, SUMS
+        yield message[scales.nbytes :], 0.0
     yield values_of_errors(error), 0.05 if isinstance(error, CompactErrors) else 10 * SUMS
 
 
 def _compress(kernels: Any, data: Data) -> Written:
     for block, compact in product((512, 24, None), (False, True)):
-        code, error = SignCode(block), data.errors(3, compact)
-        messages = data.zeros(code.sizes(data.numel, 3)[1])
-        kernels.compress_(code, data.combination(), error, messages, 3, error)
-        yield from _signs(code, messages, error, 3)
+        form, error = SignFormat(block), data.errors(3, compact)
+        messages = data.zeros(sum(form.chunk_nbytes(data.numel, 3)))
+        kernels.compress_(form, data.combination(), error, messages, 3, error)
+        yield from _signs(form, messages, error, 3)
 
 
 def _average(kernels: Any, data: Data) -> Written:
     for block, compact in ((512, False), (24, True)):
-        code, error = SignCode(block), data.errors(1, compact)
-        out, received = data.zeros(code.nbytes(data.numel)), data.messages(code, data.numel, _RANKS)
-        kernels.average_compress_(code, received, error, error, out, _RANKS)
-        yield from _signs(code, out, error, 1)
+        form, error = SignFormat(block), data.errors(1, compact)
+        out, received = data.zeros(form.nbytes(data.numel)), data.messages(form, data.numel, _RANKS)
+        kernels.average_compress_(form, received, error, error, out, _RANKS)
+        yield from _signs(form, out, error, 1)
 
 
 def _apply(kernels: Any, data: Data) -> Written:
-    descent, options = o.Descent(1e-2, 0.99, 1e-8, False, 3.0), o.LambOptions(0.9, 0.999, 1e-6, 0.1, False)
+    descent = reference.Descent(1e-2, 0.99, 1e-8, False, 3.0)
+    options = reference.LambOptions(0.9, 0.999, 1e-6, 0.1, False)
     m, v, u, out, anchor = data.normal(), data.positive(), data.normal(), data.normal(), data.normal()
     kernels.combine_(data.combination(), out)
-    code, chunk, params = SignCode(512), -(-data.numel // 16) * 8, data.tensors()
-    y, sums = o.Average.of(out), data.zeros(len(params), 3, dtype=torch.float64)
+    form, chunk, params = SignFormat(512), -(-data.numel // 16) * 8, data.tensors()
+    y, sums = reference.Average.of(out), data.zeros(len(params), 3, dtype=torch.float64)
     if data.numel > chunk:
-        y = o.Average(data.numel, None, data.messages(code, chunk, 2), 2, 512, code.nbytes(chunk))
+        y = reference.Average(data.numel, form, data.messages(form, chunk, 2), 2, form.nbytes(chunk))
     codes = torch.zeros(data.numel, dtype=torch.uint8)
     tops = data.zeros(len(params), dtype=torch.int32).fill_(encode_variance_(v.cpu(), codes))
-    kernels.apply_adam_(o.AdamUpdate(y, m, v, params, descent, 0.1))
-    kernels.apply_adam_(o.AdamUpdate(y, m, LogVariance(codes.to(data.device), tops), params, descent))
-    kernels.local_step_(o.LocalUpdate(m, v, u, data.tensors(), params, 0.9, descent))
-    kernels.sync_parameters_(o.ParameterSync(y, m, anchor, v, u, params, 0.03, descent))
+    kernels.apply_adam_(reference.AdamUpdate(y, m, v, params, descent, 0.1))
+    kernels.apply_adam_(reference.AdamUpdate(y, m, LogVariance(codes.to(data.device), tops), params, descent))
+    kernels.local_step_(reference.LocalUpdate(m, v, u, data.tensors(), params, 0.9, descent))
+    kernels.sync_parameters_(reference.ParameterSync(y, m, anchor, v, u, params, 0.03, descent))
     fresh, factors, rates = data.positive(), data.positive(len(params)), data.positive(len(params))
-    kernels.lamb_moments_(o.LambMoments(y, m, fresh, v, params, factors, sums, options))
+    kernels.lamb_moments_(reference.LambMoments(y, m, fresh, v, params, factors, sums, options))
     kernels.lamb_apply_(m, v, params, rates, options)
     values = data.normal()
     kernels.decompress_(y, values)
@@ -144,31 +143,41 @@ def _apply(kernels: Any, data: Data) -> Written:
 
 def _integers(kernels: Any, data: Data) -> Written:
     for bits, compact in ((4, False), (8, True)):
-        code, z, outputs, mean = IntegerCode(bits), data.combination(), data.tensors(), data.normal()
-        (sizes, nbytes), error, left = code.sizes(data.numel, 3), data.errors(3, compact), data.errors(3, compact)
-        messages = data.zeros(nbytes)
-        kernels.compress_(code, z, error, messages, 3, left)
+        form, z, outputs, mean = IntegerFormat(bits), data.combination(), data.tensors(), data.normal()
+        sizes, error, left = form.chunk_nbytes(data.numel, 3), data.errors(3, compact), data.errors(3, compact)
+        messages = data.zeros(sum(sizes))
+        kernels.compress_(form, z, error, messages, 3, left)
         if min(sizes):  # chunks that are all there
-            y = o.IntegerAverage(data.numel, messages, 3, bits, max(sizes))
+            y = reference.Average(data.numel, form, messages, 3, max(sizes))
             kernels.add_(y, outputs, 0.5, 2.0)
             yield kernels.any_nan(y), 0.0
-        received, server = data.messages(code, data.numel, _RANKS), data.errors(1, compact)
-        out = data.zeros(code.nbytes(data.numel))
-        kernels.average_compress_(code, received, server, server, out, _RANKS)
-        kernels.mean_(code, received, mean, _RANKS, 0.5)
+        received, server = data.messages(form, data.numel, _RANKS), data.errors(1, compact)
+        out = data.zeros(form.nbytes(data.numel))
+        kernels.average_compress_(form, received, server, server, out, _RANKS)
+        kernels.mean_(form, received, mean, _RANKS, 0.5)
         for tensor in (messages, values_of_errors(left), out, values_of_errors(server), mean, *tensors_of(outputs)):
             yield tensor, 0.0
 
 
-def tensors_of(segments: Sequence[o.Segment]) -> Iterator[Tensor]:
+def _sketch(kernels: Any, data: Data) -> Written:
+    y, squares = data.zeros(reference.SKETCH_NUMEL, dtype=torch.float32), data.zeros(dtype=torch.float64)
+    segments = data.tensors()
+    kernels.sketch_(segments, 5, 7, y, squares)
+    yield y, 0.0
+    for sum_ in (squares, kernels.sum_of_squares([*tensors_of(segments)], data.device)):
+        yield sum_ / data.numel, SUMS
+
+
+def tensors_of(segments: Sequence[reference.Segment]) -> Iterator[Tensor]:
     return (segment.tensor for segment in segments if segment.tensor is not None)
 
 
-#: The kernels by what switches to the reference together; adam.py and sketch.py add theirs.
+#: The kernels by what switches to the reference together; adam.py adds its own.
 FAMILIES: dict[str, Callable[[Any, Data], Written]] = dict(
-    compress=_compress, average=_average, apply=_apply, integers=_integers
+    compress=_compress, average=_average, apply=_apply, integers=_integers, sketch=_sketch
 )
-_FAMILY = {"compress_": "compress", "average_compress_": "average"}  # of others but integers: "apply"
+#: The families of kernels that take no integers; "apply" is that of the others.
+_FAMILY = dict(compress_="compress", average_compress_="average", sum_of_squares="sketch", sketch_="sketch")
 
 
 def difference(family: str, device: torch.device, numel: int = 2003, shift: int = 1, seed: int = 0) -> str:
@@ -196,18 +205,16 @@ def kernels(device: torch.device) -> Any:
     failed = failures(device)
     if not failed:
         return native
-    if failed not in _mixed:
-        names = [name for name in vars(native) if name in vars(reference) and name.endswith(("_", "_nan", "_squares"))]
-        _mixed[failed] = SimpleNamespace(**{name: _choosing(name, failed) for name in names})
-    return _mixed[failed]
+    names = [name for name in vars(native) if name in vars(reference) and name.endswith(("_", "_nan", "_squares"))]
+    return SimpleNamespace(**{name: _choosing(name, failed) for name in names})
 
 
 def _choosing(name: str, failed: frozenset[str]) -> Callable[..., Any]:
     """Return a kernel that is the reference's for operands of a family that failed."""
 
     def kernel(first: Any, *rest: Any) -> Any:
-        integers = isinstance(first, IntegerCode | o.IntegerAverage)
-        family = "integers" if integers else "sketch" if name == "sum_of_squares" else _FAMILY.get(name, "apply")
+        form = first.form if isinstance(first, reference.Average) else first
+        family = "integers" if isinstance(form, IntegerFormat) else _FAMILY.get(name, "apply")
         return getattr(reference if family in failed else native, name)(first, *rest)
 
     return kernel

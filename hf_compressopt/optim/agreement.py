@@ -5,9 +5,10 @@ Noise: with A the mean over ranks of ||g_r||^2, and g the mean of W gradients (d
     S / |G|^2 = (1 - common) / common                                             (2)
     ||g||^2 / A = common + (1 - common) / W                                       (3)
 
-The norm of the mean of local gradients is that of the mean of their sketches (:mod:`hf_compressopt.kernels.sketch`),
-which travel in the small message of every step. The sketch of fewer than 65,536 elements is folded to at most a fourth
-of a byte per element, at least 64 numbers. Parameters with a process group of their own have a sketch of these ranks.
+The norm of the mean of local gradients is that of the mean of their sketches
+(:func:`hf_compressopt.kernels.reference.sketch_`), which travel in the small message of every step. The sketch of fewer
+than 65,536 elements is folded to at most a fourth of a byte per element, at least 64 numbers. Parameters with a process
+group of their own have a sketch of these ranks.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator
-from hf_compressopt.kernels import Segment, sum_of_squares
+from hf_compressopt.kernels import SKETCH_NUMEL, Segment, sum_of_squares
 from hf_compressopt.kernels.memory import holds_values, in_memory, numbers_on
-from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 from hf_compressopt.optim.group import GroupState, by_communicator, has_own_groups
 from hf_compressopt.optim.math import bit_sum
 from hf_compressopt.optim.options import DTYPES
@@ -150,7 +151,7 @@ class MeanNorm:
                 for index, (numel, grad) in enumerate(rows)
             ]
             if any(segment.numel for segment in segments):
-                sketch_(segments, 0, seed, y, square)
+                kernels.on(device).sketch_(segments, 0, seed, y, square)
             self.sketches.append(Sketch(communicator, y, square, size))
         self.squares[share] = self.squares.get(share, 0) + square
 

@@ -56,11 +56,10 @@ from hf_compressopt.collectives.exchange import (
     summed,
 )
 from hf_compressopt.flat import Bucket, chunk_numel
-from hf_compressopt.kernels import Combination, Errors, IntegerFormat, Segment, sum_of_squares
+from hf_compressopt.kernels import SKETCH_NUMEL, Combination, Errors, IntegerFormat, Segment, sum_of_squares
 from hf_compressopt.kernels.adam import AdamTensors
 from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, like_errors, tensor_of, top_of_variance
 from hf_compressopt.kernels.memory import numbers_on
-from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 from hf_compressopt.optim.agreement import Grads, MeanNorm, StepGradients, find_fault
 from hf_compressopt.optim.group import GroupState, MomentShards, ParamGroups, part_of
 from hf_compressopt.optim.late import EarlyMessages, Key, Prepare, SignBucket
@@ -120,14 +119,14 @@ def _step_of_bucket(
     together, message = own_message(bucket.numel, form, state.communicator, state.device)
     if mean.numel():
         update, error = Combination.of(_update(state, number, mean, present, fused=fused)), feedback.server
-        form.compress_(update, error, message, 1, error)  # (3)
+        kernels.on(message).compress_(form, update, error, message, 1, error)  # (3)
     changes = yield from gather_messages(bucket.numel, together, form, state.communicator)
     decay = 1 - float(state.options["lr"]) * state.options["weight_decay"]
     with state.parameter_segments(bucket) as params:  # (4)
         for here, factor in ((True, decay), (False, 1.0)):
             if any(present[segment.index] == here for segment in params):
                 chosen = [s if present[s.index] == here else replace(s, tensor=None) for s in params]
-                form.add_(changes, chosen, factor)
+                kernels.on(together).add_(changes, chosen, factor)
 
 
 def _mean_of_chunk(
@@ -244,7 +243,7 @@ def _gather_momentum(state: GroupState, number: int, feedback: ErrorFeedback, st
     together, message = own_message(bucket.numel, form, communicator, state.device)
     if exp_avg.numel():
         missed = torch.zeros_like(exp_avg)
-        form.compress_(Combination.of(exp_avg), missed, message, 1, missed)
+        kernels.on(message).compress_(form, Combination.of(exp_avg), missed, message, 1, missed)
         missed.mul_(state.options["betas"][0])
         for span in shards.spans[number]:
             if still[span.index]:
@@ -421,7 +420,8 @@ class FreedGradients(EarlyMessages):
         else:
             if sent.sketches is not None:
                 sent.sketches[index] = sketch = _empty_sketch(state.device)
-                sketch_(segments, self._start_in_sketch(state) + bucket.start, self._plan.step, *sketch)
+                start = self._start_in_sketch(state) + bucket.start
+                kernels.on(state.device).sketch_(segments, start, self._plan.step, *sketch)
             sent.tasks.add(SignBucket.average([due], grads))
         for number in self._members[index]:
             self._parts_to_send[number] -= 1

@@ -14,7 +14,7 @@ import torch
 
 from hf_compressopt.flat import FLOAT_BYTES, bucket_numel_of, chunk_numel
 from hf_compressopt.integrations.algorithms import ALGORITHMS, ZERO_NAMES
-from hf_compressopt.kernels import INTEGER_BITS, CompactErrors, message_nbytes
+from hf_compressopt.kernels import INTEGER_BITS, CompactErrors, SignFormat
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import STATE
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_GRADIENT, Model, Step, average
@@ -37,7 +37,7 @@ _ENOUGH_STEPS = 100_000  # the stages have the same shares in a longer run
 _WHOLE_RUN, _EVERY_STEP = "whole run", "every step"
 _PASSES = {"onebit_adam": ONEBIT_ADAM, "onebit_lamb": ONEBIT_LAMB}
 _MOMENTS = 2
-_SCALE_BLOCK = signature(CompressedOptimizer).parameters["scale_block"].default
+_SIGNS = SignFormat(signature(CompressedOptimizer).parameters["scale_block"].default)
 _ADAMW = "--optim adamw_torch"
 _HOOK = f"{_ADAMW}, and model.register_comm_hook(None, bf16_compress_hook) of torch's default_hooks"
 
@@ -67,7 +67,7 @@ class Buckets:
     @property
     def messages(self) -> int:
         """Bytes of the servers' sign messages, which lie as far apart as the longest one is."""
-        return self._sum(lambda numel, chunk: self.world_size * message_nbytes(chunk, _SCALE_BLOCK))
+        return self._sum(lambda numel, chunk: self.world_size * _SIGNS.nbytes(chunk))
 
     @property
     def worker_errors(self) -> int:

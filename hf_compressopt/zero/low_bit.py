@@ -25,6 +25,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import (
     Task,
@@ -34,8 +35,8 @@ from hf_compressopt.collectives.exchange import (
     reduce_scatter,
     summed,
 )
-from hf_compressopt.kernels import Combination, CompactErrors, IntegerFormat, Segment
-from hf_compressopt.kernels.compact import ERROR_CODE
+from hf_compressopt.kernels import Average, Combination, CompactErrors, IntegerFormat, Segment
+from hf_compressopt.kernels.compact import ERROR_FORMAT
 from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.zero.parts import Part, Slice
 
@@ -71,8 +72,8 @@ class SliceErrors:
         """Multiply the errors since the last step, whose unit turned out to be another one."""
         if self._pending is not None:
             errors = self._pending
-            for start, stop, message in ERROR_CODE.chunks(errors.messages, errors.count, errors.world_size):
-                ERROR_CODE.scales(message, stop - start).mul_(factor)
+            for start, stop, message in ERROR_FORMAT.chunks(errors.messages, errors.count, errors.world_size):
+                ERROR_FORMAT.scales(message, stop - start).mul_(factor)
 
     def to(self, device: torch.device) -> None:
         if device != self.kept.device:
@@ -130,12 +131,12 @@ def send_differences(
         torch.sub(part.tensor.to(device), part.replica_in(params[part.param]), out=place)
     gathered = torch.empty(count * nbytes, dtype=torch.uint8, device=device)
     message = gathered[communicator.topology.own_chunk * nbytes :][:nbytes]
-    form.compress_(Combination(cut.part_numel, device), ahead, message, 1)
+    kernels.on(message).compress_(form, Combination(cut.part_numel, device), ahead, message, 1)
     del ahead
     yield from all_gather(gathered, communicator)
     messages = in_rank_order(gathered, communicator)
     with replicas_of(cut, params) as replicas:
-        form.add_(form.average(cut.numel, messages, count, nbytes), replicas, decay=1.0)
+        kernels.on(messages).add_(Average(cut.numel, form, messages, count, nbytes), replicas, decay=1.0)
     for part in parts:
         part.note_replica(params[part.param])
 

@@ -102,7 +102,7 @@ def test_decompressed_plus_error_is_input(numel, scale_block):
         u = x + error
         sizes = form.chunk_nbytes(numel, world_size)
         messages = torch.zeros(sum(sizes), dtype=torch.uint8)
-        form.compress_(kernels.Combination.of(x), error, messages, world_size, error)
+        kernels.on(x).compress_(form, kernels.Combination.of(x), error, messages, world_size, error)
         sent, byte = [], 0
         for rank, size in enumerate(sizes):
             start, stop = chunk_range(numel, world_size, rank)
@@ -119,15 +119,15 @@ def test_decompressed_plus_error_is_input(numel, scale_block):
         server_error = torch.randn(own, generator=generator)
         a = server_error + kernels.SignFormat(scale_block).decode(messages, own)
         out = torch.zeros(size, dtype=torch.uint8)
-        form.average_compress_(received, server_error, server_error, out, world_size)
+        kernels.on(x).average_compress_(form, received, server_error, server_error, out, world_size)
         result = torch.empty(own)
-        kernels.on(result).decompress_(form.average(own, out, 1, size), result)
+        kernels.on(result).decompress_(kernels.Average(own, form, out, 1, size), result)
         assert_adds_up(a, result, server_error, roundings=world_size)
 
 
 def test_messages_are_summed_in_groups_of_four():
     """Beside 2^24 a 1 is lost in float32, but four of them are not; the order is the same everywhere."""
-    messages = torch.zeros(8, kernels.message_nbytes(1, 8), dtype=torch.uint8)
+    messages = torch.zeros(8, kernels.SignFormat(8).nbytes(1), dtype=torch.uint8)
     messages[:, :4].view(torch.float32).copy_(torch.tensor([2.0**24] + 7 * [1.0]).view(8, 1))
     assert float(kernels.SignFormat(8).sum_of(messages, 1)) == 2.0**24 + 4
     messages[5, 4] = 1  # negative

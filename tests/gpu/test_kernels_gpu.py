@@ -18,7 +18,9 @@ def test_compression_gives_the_same_message_and_error_as_the_cpu(numel: int, sca
     for device in ("cpu", "cuda"):
         feedback = error.to(device, copy=True)
         messages = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        form.compress_(kernels.Combination.of(x.to(device)), feedback, messages, world_size, feedback)
+        kernels.on(messages).compress_(
+            form, kernels.Combination.of(x.to(device)), feedback, messages, world_size, feedback
+        )
         results[device] = (messages.cpu(), feedback.cpu())
     torch.testing.assert_close(results["cuda"][1], results["cpu"][1], rtol=1e-5, atol=1e-5)
     assert results["cuda"][0].shape == results["cpu"][0].shape

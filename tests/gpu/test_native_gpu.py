@@ -40,7 +40,7 @@ def test_the_wrappers_use_the_kernels(device: torch.device) -> None:
 
 def compressed(x: Tensor, world_size: int = 2, scale_block: int | None = 4096) -> tuple[Tensor, Tensor]:
     form, error = SignFormat(scale_block), torch.zeros_like(x)
-    messages = torch.zeros(form.sizes(x.numel(), world_size)[1], dtype=torch.uint8, device=x.device)
+    messages = torch.zeros(sum(form.chunk_nbytes(x.numel(), world_size)), dtype=torch.uint8, device=x.device)
     native.compress_(form, Combination.of(x), error, messages, world_size, error)
     return messages, error
 
@@ -63,7 +63,7 @@ def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
     x = torch.ones(numel, device=device)
     x[-3:] = -2.0
     messages, error = compressed(x, 1)
-    y = Average(numel, None, messages, 1, 4096, messages.numel())
+    y = Average(numel, SignFormat(4096), messages, 1, messages.numel())
     native.decompress_(y, x)
     tail = numel % 4096
     scale = ((tail - 3 + 3 * 4.0) / tail) ** 0.5
@@ -133,7 +133,7 @@ def test_a_graph_of_fused_adam_replays_as_the_steps_themselves() -> None:
 def test_a_graph_of_compression_and_norms_replays() -> None:
     x = torch.randn(300_007, device=CUDA)
     form, error = SignFormat(4096), torch.zeros_like(x)
-    messages = torch.zeros(form.sizes(x.numel(), 2)[1], dtype=torch.uint8, device=CUDA)
+    messages = torch.zeros(sum(form.chunk_nbytes(x.numel(), 2)), dtype=torch.uint8, device=CUDA)
     compressed(x), native.sum_of_squares([x], CUDA)  # loads the kernels
     graph, norms = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):

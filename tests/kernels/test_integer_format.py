@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_range
-from hf_compressopt.kernels import Combination, IntegerAverage, IntegerFormat, Segment, any_nan
-from hf_compressopt.kernels.messages import integer_message_nbytes
+from hf_compressopt.kernels import Average, Combination, IntegerFormat, Segment, on
 
 pytestmark = pytest.mark.usefixtures("implementation")
 CPU = torch.device("cpu")
@@ -23,13 +22,13 @@ def normal(numel: int, seed: int = 0) -> Tensor:
 
 def compressed(u: Tensor, bits: int, world_size: int = 1) -> Tensor:
     messages = torch.full((sum(IntegerFormat(bits).chunk_nbytes(u.numel(), world_size)),), 7, dtype=torch.uint8)
-    IntegerFormat(bits).compress_(Combination.of(u), torch.zeros_like(u), messages, world_size)
+    on(CPU).compress_(IntegerFormat(bits), Combination.of(u), torch.zeros_like(u), messages, world_size)
     return messages
 
 
 def decoded(messages: Tensor, numel: int, bits: int) -> Tensor:
     out = torch.full((numel,), math.nan)
-    IntegerFormat(bits).decompress_(IntegerAverage(numel, messages, 1, bits, messages.numel()), out)
+    on(out).decompress_(Average(numel, IntegerFormat(bits), messages, 1, messages.numel()), out)
     return out
 
 
@@ -62,13 +61,13 @@ def test_blocks_are_counted_from_the_start_of_a_chunk() -> None:
 
 
 def test_lengths() -> None:
-    assert [integer_message_nbytes(n, 4) for n in (0, 1, 8, 9, 112, 113, 128, 129)] == [0, 16, 16, 16, 64, 64, 80, 80]
-    assert [integer_message_nbytes(n, 8) for n in (0, 1, 8, 9, 112, 113, 128)] == [0, 16, 16, 32, 128, 128, 144]
+    assert [IntegerFormat(4).nbytes(n) for n in (0, 1, 8, 9, 112, 113, 128, 129)] == [0, 16, 16, 16, 64, 64, 80, 80]
+    assert [IntegerFormat(8).nbytes(n) for n in (0, 1, 8, 9, 112, 113, 128)] == [0, 16, 16, 32, 128, 128, 144]
     assert IntegerFormat(4).chunk_nbytes(8, 3) == [16, 0, 0]
     n = 25_000_000
-    assert integer_message_nbytes(n, 4) <= n * (4 + 16 / 128) / 8 + 18  # the published formula
+    assert IntegerFormat(4).nbytes(n) <= n * (4 + 16 / 128) / 8 + 18  # the published formula
     with pytest.raises(ValueError, match="bits must be 4 or 8, got 5"):
-        IntegerFormat(5).compress_(Combination.of(normal(8)), normal(8), torch.zeros(16).byte(), 1)
+        IntegerFormat(5)
 
 
 # -- arithmetic, against float64 --------------------------------------------------------------------------------------
@@ -135,8 +134,8 @@ def test_the_average_against_float64(bits: int, world_size: int) -> None:
     messages = torch.cat([compressed(normal(numel, k), bits) for k in range(world_size)])
     mean = torch.stack([decoded(m, numel, bits).double() for m in messages.view(world_size, -1)]).mean(0)
     error, new_error = normal(numel, 99), torch.empty(numel)
-    out = torch.empty(integer_message_nbytes(numel, bits), dtype=torch.uint8)
-    IntegerFormat(bits).average_compress_(messages, error, new_error, out, world_size)
+    out = torch.empty(IntegerFormat(bits).nbytes(numel), dtype=torch.uint8)
+    on(CPU).average_compress_(IntegerFormat(bits), messages, error, new_error, out, world_size)
     torch.testing.assert_close(
         decoded(out, numel, bits).double() + new_error.double(), mean + error.double(), rtol=0, atol=2e-6
     )
@@ -163,8 +162,8 @@ def test_what_is_not_finite_marks_its_block_and_no_other(bits: int, value: float
         assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
         values = decoded(message, numel, bits)
         assert torch.equal(values.isnan(), torch.arange(numel) // 128 == block)
-        assert bool(any_nan(IntegerAverage(numel, message, 1, bits, message.numel())))
-        assert not bool(any_nan(IntegerAverage(numel, clean, 1, bits, clean.numel())))
+        assert bool(on(CPU).any_nan(Average(numel, IntegerFormat(bits), message, 1, message.numel())))
+        assert not bool(on(CPU).any_nan(Average(numel, IntegerFormat(bits), clean, 1, clean.numel())))
 
 
 @BITS
@@ -204,18 +203,20 @@ def test_steps_of_several_ranks_lose_nothing(bits: int, world_size: int) -> None
         zs = [Combination(numel, CPU, grads=[Segment(grad, 0, numel, 0)], beta=0.25) for grad in grads]
         outgoing = [torch.zeros(sum(sizes), dtype=torch.uint8) for _ in range(world_size)]
         for z, error, messages in zip(zs, errors, outgoing, strict=True):
-            IntegerFormat(bits).compress_(z, error, messages, world_size, error)
+            on(CPU).compress_(IntegerFormat(bits), z, error, messages, world_size, error)
         gathered = torch.zeros(world_size * sizes[0], dtype=torch.uint8)
         for rank, (start, stop) in enumerate(bounds):
             if start < stop:
                 byte = sum(sizes[:rank])
                 chunk = torch.cat([messages[byte : byte + sizes[rank]] for messages in outgoing])
                 out = gathered[rank * sizes[0] :][: sizes[rank]]
-                IntegerFormat(bits).average_compress_(chunk, server_errors[rank], server_errors[rank], out, world_size)
-        y = IntegerAverage(numel, gathered, world_size, bits, sizes[0])
+                on(CPU).average_compress_(
+                    IntegerFormat(bits), chunk, server_errors[rank], server_errors[rank], out, world_size
+                )
+        y = Average(numel, IntegerFormat(bits), gathered, world_size, sizes[0])
         results = [torch.zeros(numel) for _ in range(world_size)]
         for result in results:
-            IntegerFormat(bits).add_(y, [Segment(result, 0, numel, 0)], scale=4.0)
+            on(CPU).add_(y, [Segment(result, 0, numel, 0)], scale=4.0)
         assert all(torch.equal(result, results[0]) for result in results)
         received += results[0].double()
     left = 4 * (torch.stack([error.double() for error in errors]).mean(0) + torch.cat(server_errors).double())
@@ -227,11 +228,11 @@ def test_new_errors_elsewhere_leave_the_old_ones(bits: int) -> None:
     grad, error, server_error = normal(700), normal(700, 1), normal(700, 2)
     grad[300] = math.nan
     z = Combination(700, CPU, grads=[Segment(grad, 0, 700, 0)])
-    message = torch.zeros(integer_message_nbytes(700, bits), dtype=torch.uint8)
-    IntegerFormat(bits).compress_(z, error, message, 1)
+    message = torch.zeros(IntegerFormat(bits).nbytes(700), dtype=torch.uint8)
+    on(CPU).compress_(IntegerFormat(bits), z, error, message, 1)
     out, new_error = torch.zeros_like(message), torch.empty(700)
-    IntegerFormat(bits).average_compress_(message, server_error, new_error, out, 1)
-    assert bool(any_nan(IntegerAverage(700, out, 1, bits, out.numel())))
+    on(CPU).average_compress_(IntegerFormat(bits), message, server_error, new_error, out, 1)
+    assert bool(on(CPU).any_nan(Average(700, IntegerFormat(bits), out, 1, out.numel())))
     assert torch.equal(error, normal(700, 1)) and torch.equal(server_error, normal(700, 2))
 
 

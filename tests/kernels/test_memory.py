@@ -65,7 +65,7 @@ class Operands:
 def compress(k: Any, use: Operands) -> None:
     factors = use.floats("factors", 1)
     z = Combination(NUMEL, CPU, use.floats("x"), 0.9, use.segments("gradients"), 0.1, factors)
-    messages = use("messages", torch.zeros(kernels.message_nbytes(NUMEL, 8), dtype=torch.uint8), written=True)
+    messages = use("messages", torch.zeros(kernels.SignFormat(8).nbytes(NUMEL), dtype=torch.uint8), written=True)
     error = use.floats("error", written=True)
     k.compress_(kernels.SignFormat(8), z, error, messages, 1, error)
 

@@ -17,7 +17,6 @@ from hf_compressopt.kernels import (
     Combination,
     CompactErrors,
     Descent,
-    IntegerAverage,
     IntegerFormat,
     Segment,
     SignFormat,
@@ -93,7 +92,7 @@ SIGNS, INTS = SignFormat(8), IntegerFormat(4)
 def test_wrong_tensors_are_refused() -> None:
     x, error, messages = torch.ones(80), torch.ones(80), torch.zeros(64, dtype=torch.uint8)
     z, ints = Combination.of(x), messages[:48]
-    y, half = INTS.average(80, ints, 1, 48), [Segment(x, 0, 40, 0), Segment(x, 40, 40, 0)]
+    y, half = Average(80, INTS, ints, 1, 48), [Segment(x, 0, 40, 0), Segment(x, 40, 40, 0)]
 
     def signs(z: Combination, error: Tensor, messages: Tensor = messages) -> None:
         native.compress_(SIGNS, z, error, messages, 1, error)
@@ -107,8 +106,8 @@ def test_wrong_tensors_are_refused() -> None:
         (lambda: signs(z, torch.ones(81)), "error must have 80 elements, got 81"),
         (lambda: signs(z, error, messages[:-1]), "messages must have 64 elements, got 63"),
         (lambda: signs(z, torch.ones(80, device="meta")), "messages must be"),
-        (lambda: native.decompress_(Average(80, None, ints, 1, 8, 64), x), "messages must have 64 bytes"),
-        (lambda: native.decompress_(Average(80, None, messages, 2, 8, 16), x), "stride must be at least 32.* got 16"),
+        (lambda: native.decompress_(Average(80, SIGNS, ints, 1, 64), x), "messages must have 64 bytes"),
+        (lambda: native.decompress_(Average(80, SIGNS, messages, 2, 16), x), "stride must be at least 32.* got 16"),
         (lambda: native.sum_of_squares([x.double()], CPU), "float32, bfloat16 or float16"),
         (lambda: SignFormat(12), "scale_block must be a positive multiple of 8 or None, got 12"),
         (lambda: SignFormat(-8), "scale_block must be a positive multiple of 8 or None, got -8"),
@@ -119,8 +118,8 @@ def test_wrong_tensors_are_refused() -> None:
         (lambda: native.average_compress_(INTS, ints, error, torch.ones(81), ints, 1), "new_error must have 80"),
         (lambda: native.mean_(INTS, ints, x, 2, 0.5), "messages must have 96 elements, got 48"),
         (lambda: native.add_(y, half[:1], 1.0, 1.0), "outputs must cover 80 elements, got 40"),
-        (lambda: native.decompress_(IntegerAverage(80, ints, 2, 4, 16), x), "stride must be at least 32"),
-        (lambda: native.decompress_(IntegerAverage(80, ints[:32], 1, 4, 48), x), "have 48 bytes or more"),
+        (lambda: native.decompress_(Average(80, INTS, ints, 2, 16), x), "stride must be at least 32"),
+        (lambda: native.decompress_(Average(80, INTS, ints[:32], 1, 48), x), "have 48 bytes or more"),
         (
             lambda: native.compress_(SignFormat(None), z, CompactErrors.zeros(80, 1), messages[:32], 2),
             "error must be of 80 elements in 2",
@@ -201,7 +200,7 @@ def test_what_is_written_gets_a_new_version() -> None:
     x, param = torch.ones(80), torch.nn.Parameter(torch.ones(80))
     m, v, error = torch.ones(80), torch.ones(80), torch.ones(80)
     messages = torch.zeros(64, dtype=torch.uint8)
-    SIGNS.compress_(Combination.of(x), error, messages, 1, error)
+    native.compress_(SIGNS, Combination.of(x), error, messages, 1, error)
     assert (x._version, error._version, messages._version) == (0, 1, 1)
     loss = (param * param).sum()
     params = [Segment(param.detach(), 0, 80, 0)]
@@ -211,9 +210,9 @@ def test_what_is_written_gets_a_new_version() -> None:
         loss.backward()
     grad, error, messages = torch.ones(80), torch.ones(80), messages[:48].clone()
     z = Combination(80, CPU, grads=[Segment(grad, 0, 80, 0)])
-    INTS.compress_(z, error, messages, 1)
+    native.compress_(INTS, z, error, messages, 1)
     assert (grad._version, error._version, messages._version) == (0, 0, 1)
-    INTS.add_(INTS.average(80, messages, 1, 48), [Segment(grad, 0, 80, 0)])
+    native.add_(Average(80, INTS, messages, 1, 48), [Segment(grad, 0, 80, 0)])
     assert (grad._version, error._version, messages._version) == (1, 0, 1)
 
 
@@ -221,14 +220,14 @@ def test_what_is_written_gets_a_new_version() -> None:
 def test_what_is_not_finite_shows_in_the_scales_of_every_chunk(form: cases.Form) -> None:
     for chunks in (1, 2, 3, 5):
         for numel in (8, 1_000, 1_001):
-            sizes, nbytes = form.sizes(numel, chunks)
+            sizes = form.chunk_nbytes(numel, chunks)
             messages = torch.zeros(chunks * sizes[0] + 16, dtype=torch.uint8)
-            y = form.average(numel, messages, chunks, sizes[0])
+            y = Average(numel, form, messages, chunks, sizes[0])
             for place in range(-1, numel, 97):
                 u = torch.ones(numel)
                 u[place if place >= 0 else 0] = torch.inf if place >= 0 else 1.0
-                form.compress_(Combination.of(u), torch.zeros(numel), messages[:nbytes], chunks)
-                found = kernels.any_nan(y) if isinstance(y, IntegerAverage) else ~kernels.all_finite(y)
+                native.compress_(form, Combination.of(u), torch.zeros(numel), messages[: sum(sizes)], chunks)
+                found = native.any_nan(y) if isinstance(form, IntegerFormat) else ~kernels.all_finite(y)
                 assert bool(found) is (place >= 0)
 
 
@@ -238,14 +237,14 @@ NUMEL, CHUNKS = 5_000, 2
 
 
 def round_trip(form: cases.Form, x: Tensor, grad: Tensor, error: Tensor, server_error: Tensor) -> tuple[Tensor, Tensor]:
-    sizes, nbytes = form.sizes(NUMEL, CHUNKS)
-    messages = torch.zeros(nbytes, dtype=torch.uint8)
+    sizes, use = form.chunk_nbytes(NUMEL, CHUNKS), kernels.on(x)
+    messages = torch.zeros(sum(sizes), dtype=torch.uint8)
     z = Combination(NUMEL, CPU, x * 1.5, 0.9, [Segment(grad, 0, NUMEL, 0)], 0.1)
-    form.compress_(z, error, messages, CHUNKS, error)
+    use.compress_(form, z, error, messages, CHUNKS, error)
     out = torch.zeros(NUMEL)
-    form.decompress_(form.average(NUMEL, messages, CHUNKS, sizes[0]), out)
+    use.decompress_(Average(NUMEL, form, messages, CHUNKS, sizes[0]), out)
     server = torch.zeros(sizes[0], dtype=torch.uint8)
-    form.average_compress_(messages, server_error, server_error, server, 2)
+    use.average_compress_(form, messages, server_error, server_error, server, 2)
     return out + 1, server
 
 

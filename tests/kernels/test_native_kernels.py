@@ -17,7 +17,7 @@ from hf_compressopt.kernels import (
     native,
     reference,
 )
-from hf_compressopt.kernels.messages import message_nbytes, pack_signs
+from hf_compressopt.kernels.messages import pack_signs
 from tests.support import kernel_cases as cases
 from tests.support.instruction_sets import CPU
 from tests.support.kernel_cases import Form
@@ -140,4 +140,4 @@ def test_values_that_are_not_ordinary(device: torch.device, scale_block: int | N
         u = x + 0.0
         assert torch.equal(message[scales.numel() * 4 :][: -(-x.numel() // 8)], pack_signs(u))
         cases.assert_same_bits_but_nan(error, u - form.decode(message, x.numel()))
-        assert message.numel() == message_nbytes(x.numel(), scale_block)
+        assert message.numel() == form.nbytes(x.numel())

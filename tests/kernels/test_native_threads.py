@@ -9,7 +9,9 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.kernels import (
+    SKETCH_NUMEL,
     AdamUpdate,
+    Average,
     Combination,
     Descent,
     IntegerFormat,
@@ -20,7 +22,6 @@ from hf_compressopt.kernels import (
     library,
     native,
 )
-from hf_compressopt.kernels.sketch import SKETCH_NUMEL, native_sketch_
 from tests.support import kernel_cases as cases
 from tests.support.instruction_sets import BEST, CPU, INSTRUCTION_SETS
 from tests.support.launching import run
@@ -42,7 +43,7 @@ def everything(numel: int) -> list[Tensor]:
     z, written = Combination(numel, CPU, x, 0.9, segments, 0.1), [x]
     forms = [*map(SignFormat, (8, 512, 4096, 8192, 131_072)), IntegerFormat(4), IntegerFormat(8), SignFormat(None)]
     for form in forms:
-        error, messages = normal(), torch.zeros(form.sizes(numel, 2)[1], dtype=torch.uint8)
+        error, messages = normal(), torch.zeros(sum(form.chunk_nbytes(numel, 2)), dtype=torch.uint8)
         native.compress_(form, z, error, messages, 2, error)
         several, server = torch.zeros(6, form.nbytes(numel), dtype=torch.uint8), normal()
         for part in several:
@@ -50,7 +51,7 @@ def everything(numel: int) -> list[Tensor]:
         out = torch.zeros_like(several[0])
         native.average_compress_(form, several.view(-1), server, server, out, 6)
         written += [error, messages, several, server, out]
-    y = forms[-1].average(numel, out, 1, out.numel())
+    y = Average(numel, forms[-1], out, 1, out.numel())
     param = normal()
     params = [Segment(param, 0, cut, 0), Segment(param, cut, numel - cut, 1)]
     m, fresh, sums = normal(), v.clone(), torch.zeros(2, 3, dtype=torch.float64)
@@ -58,7 +59,7 @@ def everything(numel: int) -> list[Tensor]:
     native.lamb_moments_(LambMoments(y, m, fresh, v, params, torch.ones(2), sums, options))
     native.apply_adam_(AdamUpdate(y, m, v, params, Descent(1e-2, 0.9, 1e-8, False), 0.1, None))
     sketch, square = torch.zeros(SKETCH_NUMEL), torch.zeros((), dtype=torch.float64)
-    native_sketch_(segments, 33, 5, sketch, square)
+    native.sketch_(segments, 33, 5, sketch, square)
     return [*written, param, m, fresh, sums, sketch, square, native.sum_of_squares([x, grads], CPU)]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_compressopt import FusedAdam, OnebitAdam, kernels
-from hf_compressopt.kernels import codec, library, selfcheck
+from hf_compressopt.kernels import library, selfcheck
 from tests.support.launching import run
 from tests.support.made_once import made_once
 
@@ -26,7 +26,7 @@ def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing has been checked, and a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(selfcheck, "checked", {})
-    monkeypatch.setattr(codec, "_known", {})
+    monkeypatch.setattr(kernels, "_known", {})
 
 
 @pytest.mark.usefixtures("native_library")
@@ -85,9 +85,9 @@ def trained() -> list[torch.Tensor]:
             optimizer.step()
         results += [p.detach().clone() for p in model.parameters()]
     form, error = kernels.IntegerFormat(4), torch.zeros(1000)
-    messages = torch.zeros(form.sizes(1000, 2)[1], dtype=torch.uint8)
+    messages = torch.zeros(sum(form.chunk_nbytes(1000, 2)), dtype=torch.uint8)
     x = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    form.compress_(kernels.Combination.of(x), error, messages, 2, error)
+    kernels.on(CPU).compress_(form, kernels.Combination.of(x), error, messages, 2, error)
     return [*results, messages, error]
 
 

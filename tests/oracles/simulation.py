@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from hf_compressopt.kernels import Segment
-from hf_compressopt.kernels.sketch import sketch_
+from hf_compressopt.kernels.reference import sketch_
 
 Array = NDArray[np.float64]
 Grads = Sequence[Sequence[Sequence[Any]]]  # [rank][group][parameter], None for no gradient

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels import (
+    SKETCH_NUMEL,
     AdamUpdate,
     Average,
     Combination,
@@ -39,7 +40,6 @@ from hf_compressopt.kernels import (
 )
 from hf_compressopt.kernels.adam import AdamStep, AdamTable, AdamTensors, reference_
 from hf_compressopt.kernels.compact import ZERO_CODE, keep_errors_
-from hf_compressopt.kernels.sketch import SKETCH_NUMEL, native_sketch_, reference_sketch_
 
 _GUARD = 64  # bytes on either side of every buffer
 _PATTERN = 0xA5
@@ -56,7 +56,7 @@ SPECIAL = torch.tensor(
     + [math.inf, -math.inf, math.nan]
 )
 _LOWEST_TOP, _HIGHEST_TOP = -754, 1023  # with every code a normal float32 number
-Form = MessageFormat[Any]
+Form = MessageFormat
 
 
 class Arena:
@@ -162,7 +162,7 @@ def assert_scales_close(got: Tensor, expected: Tensor) -> None:
 
 
 def empty_messages(form: Form, numel: int, chunks: int = 1) -> Tensor:
-    return torch.full((form.sizes(numel, chunks)[1],), 7, dtype=torch.uint8)
+    return torch.full((sum(form.chunk_nbytes(numel, chunks)),), 7, dtype=torch.uint8)
 
 
 def combination(
@@ -227,12 +227,12 @@ def average(case: Pair, form: Form, numel: int, chunks: int) -> tuple[Any, Any]:
     if chunks == 0:
         values, own_values = case.normal(numel)
         return Average.of(values), Average.of(own_values)
-    stride = max(form.sizes(numel, chunks)[0]) + 16
+    stride = max(form.chunk_nbytes(numel, chunks)) + 16
     messages = torch.zeros(chunks * stride, dtype=torch.uint8)
     for start, stop, part in form.chunks(messages, numel, chunks, stride):
         part.copy_(messages_of(case, form, stop - start, 1))
     messages, own = case.put(messages)
-    return form.average(numel, messages, chunks, stride), form.average(numel, own, chunks, stride)
+    return Average(numel, form, messages, chunks, stride), Average(numel, form, own, chunks, stride)
 
 
 def variance(case: Pair, numel: int, tensors: int, *, log: bool, shift: int = 0) -> tuple[Variance, Variance]:
@@ -303,7 +303,9 @@ def check_compress(
     else:
         z, own = map(Combination.of, case.put(values))
     error, own_error = errors(case, numel, chunks, compact=compact, shift=shift)
-    start, u = copy_of(own_error), reference.values_of(z) + values_of_errors(error)
+    start, u = copy_of(own_error), torch.empty(numel)
+    reference.combine_(z, u)
+    u += values_of_errors(error)
     first, second = (case.arena.put(empty_messages(form, numel, chunks)) for _ in range(2))
     native.compress_(form, own, own_error, first, chunks)
     assert_same_bits(tensor_of(own_error), tensor_of(start).cpu())
@@ -373,9 +375,9 @@ def check_decompress(device: torch.device, form: Form, numel: int, chunks: int, 
 def check_any_nan(device: torch.device, form: IntegerFormat, numel: int, chunks: int) -> None:
     """NaN is found in the scales of any chunk, and in no other bytes, which are all ones."""
     case = Pair(Arena(device), numel + chunks)
-    stride = max(form.sizes(numel, chunks)[0]) + 16
+    stride = max(form.chunk_nbytes(numel, chunks)) + 16
     _, messages = case.put(torch.full((stride * chunks,), 0xFF, dtype=torch.uint8))
-    y, places = form.average(numel, messages, chunks, stride), []
+    y, places = Average(numel, form, messages, chunks, stride), []
     for start, stop, message in form.chunks(messages, numel, chunks, stride):
         scales = form.scales(message, stop - start)
         scales.fill_(math.inf)  # no NaN: an average's scale is either
@@ -465,7 +467,7 @@ def check_scales_that_are_not_ordinary(device: torch.device, numel: int, scale_b
             (reference, messages, v, param),
             (native, case.arena.put(messages), own_v, own_param),
         ):
-            y = form.average(numel, sent, 1, sent.numel())
+            y = Average(numel, form, sent, 1, sent.numel())
             how.apply_adam_(AdamUpdate(y, None, moment, [Segment(tensor, 0, numel, 0)], descent))
         case.check()
         assert_same_bits_but_nan(own_param, param)
@@ -599,7 +601,7 @@ def check_sketch(device: torch.device, numel: int, segments: int, *, offset: int
     y, own_y = case.normal(SKETCH_NUMEL)
     squares = torch.rand((), dtype=torch.float64, generator=case.random)
     own_squares = case.arena.put(squares)
-    reference_sketch_(grads, offset, seed, y, squares)
-    native_sketch_(own_grads, offset, seed, own_y, own_squares)
+    reference.sketch_(grads, offset, seed, y, squares)
+    native.sketch_(own_grads, offset, seed, own_y, own_squares)
     case.check()
     torch.testing.assert_close(own_squares.cpu(), squares, rtol=1e-6, atol=0)

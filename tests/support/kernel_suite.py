@@ -67,7 +67,7 @@ class KernelSuite:
     def test_any_nan(self, device: torch.device, form: IntegerFormat) -> None:
         for numel, chunks in (*product(cases.NUMELS, (1, 2, 3, 8)), (140_001, 2)):
             cases.check_any_nan(device, form, numel, chunks)
-        assert not native.any_nan(form.average(0, torch.zeros(16, dtype=torch.uint8, device=device), 1, 16))
+        assert not native.any_nan(Average(0, form, torch.zeros(16, dtype=torch.uint8, device=device), 1, 16))
 
     @_INTEGERS
     def test_mean_of_integers(self, device: torch.device, form: IntegerFormat) -> None:

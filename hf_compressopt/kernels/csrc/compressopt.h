@@ -263,7 +263,7 @@ CO_API int32_t co_adam(const co_adam_tensor *tensors, int64_t count, const co_ad
  * element is not). Segments need not belong together; data == NULL only where numel == 0. */
 CO_API int32_t co_square_sums(const co_segment *segments, int64_t count, double *sums, const co_exec *exec);
 
-/* y <- y + the sketch of the segments (see kernels/sketch.py), and squares[0] <- squares[0] + the sum of their squares
+/* y <- y + the sketch of the segments (see kernels/reference.py), and squares[0] <- squares[0] + the sum of their squares
  * (double). y has 4096 numbers. The segments, in order, are the elements from offset >= 0 on of a group; data == NULL:
  * these elements count as 0. The bits of y are the same everywhere; the sum is one of doubles in an order that depends on
  * the segments and on the device only. */

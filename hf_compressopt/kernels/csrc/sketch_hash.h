@@ -1,4 +1,4 @@
-/* The signs and rotations of a sketch, alike on all devices: see kernels/sketch.py. */
+/* The signs and rotations of a sketch, alike on all devices: see kernels/reference.py. */
 #ifndef COMPRESSOPT_SKETCH_HASH_H
 #define COMPRESSOPT_SKETCH_HASH_H
 
