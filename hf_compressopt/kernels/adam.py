@@ -25,9 +25,6 @@ _TORCH_FUSED_DEVICES = ("cpu", "cuda")
 _Places = list[tuple[ref[Tensor], int] | None] | None
 
 
-# -- operands ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class AdamStep:
     """The options of one step, alike for all tensors. lr may be a tensor, which is read on its own device.
@@ -54,16 +51,9 @@ class AdamStep:
         lr = self.lr
         if isinstance(lr, Tensor):
             lr = _scalar(lr, device) if lr.device == device and device.type != "cpu" else float(lr)
-        scale, inf, clip = self.grad_scale, self.found_inf, self.clip_factor
-        if lr is self.lr and scale is None and inf is None and clip is None:
-            return self
-        return replace(
-            self,
-            lr=lr,
-            grad_scale=None if scale is None else _scalar(scale, device),
-            found_inf=None if inf is None else _scalar(inf, device),
-            clip_factor=None if clip is None else _scalar(clip, device),
-        )
+        given = dict(grad_scale=self.grad_scale, found_inf=self.found_inf, clip_factor=self.clip_factor)
+        scalars: dict[str, Any] = {name: _scalar(t, device) for name, t in given.items() if t is not None}
+        return replace(self, lr=lr, **scalars) if scalars or lr is not self.lr else self
 
 
 @dataclass
@@ -136,8 +126,11 @@ class AdamPlan:
                 kind = _Kind.OTHER  # a parameter that is in the list twice steps twice, one after the other
             seen.add(id(param))
             parts[kind, param.device].append(index)
-        self._parts = [_Part(kind, device, indices, tensors) for (kind, device), indices in parts.items()]
-        self._reusable = all(part.kind in (_Kind.NATIVE, _Kind.TORCH) for part in self._parts)
+        self._parts = [
+            (kind, device, indices, AdamTable(tensors.take(indices)) if kind is _Kind.NATIVE else None)
+            for (kind, device), indices in parts.items()
+        ]
+        self._reusable = not any(kind in (_Kind.SHARDED, _Kind.OTHER) for kind, _ in parts)
         if self._reusable:
             self._seen = [_seen(*row) for row in tensors.rows()]
             self._masters, self._copies = _places(tensors.masters), _places(tensors.copies)
@@ -165,8 +158,20 @@ class AdamPlan:
         return _still(tensors.masters, self._masters) and _still(tensors.copies, self._copies)
 
     def run(self, tensors: AdamTensors, step: AdamStep) -> None:
-        for part in self._parts:
-            part.run(tensors, step.on(part.device))
+        for kind, device, indices, table in self._parts:
+            part, options = tensors.take(indices), step.on(device)
+            if table is not None:
+                table.run(part.grads, options, device)
+            elif kind is not _Kind.OTHER and step.bias_correction and step.clip_factor is None:
+                torch_fused_(part, options)
+            else:
+                reference_(part, options)
+                continue
+            increment_version(part.params)  # autograd does not see these writes
+            if step.write_grads:
+                increment_version(part.grads)
+            if part.copies is not None:
+                increment_version([copy for copy in part.copies if copy is not None])
 
 
 class _Kind(Enum):
@@ -176,30 +181,6 @@ class _Kind(Enum):
     TORCH = auto()  # torch's fused operator, for most steps
     SHARDED = auto()  # the same, on DTensors
     OTHER = auto()
-
-
-class _Part:
-    """The tensors of one device that the same implementations can update, by their indices."""
-
-    def __init__(self, kind: _Kind, device: torch.device, indices: list[int], tensors: AdamTensors) -> None:
-        self.kind, self.device = kind, device
-        self._indices = indices
-        part = tensors.take(indices)
-        self._table = AdamTable(part) if kind is _Kind.NATIVE else None
-
-    def run(self, tensors: AdamTensors, step: AdamStep) -> None:
-        part = tensors.take(self._indices)
-        if self._table is not None:
-            self._table.run(part.grads, step, self.device)
-        elif self.kind is not _Kind.OTHER and step.bias_correction and step.clip_factor is None:
-            torch_fused_(part, step)
-        else:
-            return reference_(part, step)
-        increment_version(part.params)  # autograd does not see these writes
-        if step.write_grads:
-            increment_version(part.grads)
-        if part.copies is not None:
-            increment_version([copy for copy in part.copies if copy is not None])
 
 
 def _kind(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor | None, copy: Tensor | None) -> _Kind:

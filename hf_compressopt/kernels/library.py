@@ -83,11 +83,8 @@ def available(device: torch.device) -> bool:
     if missing and device.type == "cuda" and missing not in _warned:
         _warned.add(missing)
         logger.warning(
-            "%s gets the reference kernels, in PyTorch and slower: %s. `hf-compressopt env` says more; %s=reference "
-            "chooses them without this warning",
-            device,
-            missing,
-            VARIABLE,
+            f"{device} gets the reference kernels, in PyTorch and slower: {missing}. `hf-compressopt env` says more; "
+            f"{VARIABLE}=reference chooses them without this warning"
         )
     return not missing
 
@@ -97,12 +94,18 @@ def why_not(device: torch.device) -> str:
     if device.type not in _DEVICES:
         return f"there is no library for {device.type}; there are libraries for {' and '.join(_DEVICES)}"
     key = device.type, 0 if device.type == "cpu" else _index(device)
-    found = _found.get(key)
-    if found is None:
-        found, lasting = _check_device(*key)
-        if lasting:
-            _found[key] = found
-    return found
+    if key not in _found:
+        try:
+            library = _library(device.type)
+        except RuntimeError as error:
+            code, found = 1, str(error)
+        else:
+            code = library.co_check_device(key[1])
+            found = library.co_last_error().decode() if code else ""
+        if code == _DEVICE_ERROR:
+            return found
+        _found[key] = found
+    return _found[key]
 
 
 def what_was_built() -> str:
@@ -244,16 +247,6 @@ def _library(device_type: str) -> ctypes.CDLL:
         getattr(library, name).argtypes = [*arguments, c_void_p]
     library.co_instruction_set.restype = library.co_last_error.restype = ctypes.c_char_p
     return library
-
-
-def _check_device(device_type: str, index: int) -> tuple[str, bool]:
-    """Return what hinders native kernels on a device, "" for nothing; and whether that lasts."""
-    try:
-        library = _library(device_type)
-    except RuntimeError as error:
-        return str(error), True
-    code = library.co_check_device(index)
-    return ("", True) if code == 0 else (library.co_last_error().decode(), code != _DEVICE_ERROR)
 
 
 def _index(device: torch.device) -> int:

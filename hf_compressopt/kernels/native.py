@@ -240,7 +240,7 @@ def compress_(
     world_size: int,
     new_error: Errors | None = None,
 ) -> None:
-    use = Operands(_tensor(error).device, z.numel)
+    use = Operands(messages.device, z.numel)
     written = address("messages", messages, use.device, torch.uint8, bytes_of(form, z.numel, world_size))
     values = use.combination(z)
     if isinstance(form, IntegerFormat):
@@ -258,7 +258,7 @@ def average_compress_(
     form: MessageFormat, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
 ) -> None:
     numel = error.numel() if isinstance(error, Tensor) else error.count
-    use, nbytes = Operands(_tensor(error).device, numel), bytes_of(form, numel)
+    use, nbytes = Operands(out.device, numel), bytes_of(form, numel)
     received = use.read("messages", messages, torch.uint8, world_size * nbytes)
     sent = address("out", out, use.device, torch.uint8, nbytes)
     if isinstance(form, IntegerFormat):
@@ -291,7 +291,8 @@ def mean_(form: IntegerFormat, messages: Tensor, out: Tensor, world_size: int, f
 
 
 def add_(y: Average, outputs: Sequence[Segment], decay: float = 0.0, scale: float = 1.0) -> None:
-    use = Operands(y.device, y.numel)
+    assert y.messages is not None
+    use = Operands(y.messages.device, y.numel)
     table, count, _ = use.segments("outputs", outputs)
     call("co_add_integers", use.device, use.average(y), table, count, decay, scale)
     mark_written([], outputs)
@@ -305,7 +306,8 @@ def decompress_(y: Average, out: Tensor) -> None:
 
 
 def any_nan(*averages: Average) -> Tensor:
-    device = averages[0].device
+    assert averages[0].messages is not None
+    device = averages[0].messages.device
     found = torch.empty(len(averages), dtype=torch.bool, device=device)
     for number, y in enumerate(averages):
         call("co_any_nan", device, Operands(device, y.numel).average(y), found.data_ptr() + number)

@@ -74,12 +74,6 @@ class Average:
     stride: int = 0
     values: Tensor | None = None
 
-    @property
-    def device(self) -> torch.device:
-        tensor = self.messages if self.values is None else self.values
-        assert tensor is not None
-        return tensor.device
-
     @classmethod
     def of(cls, values: Tensor) -> Average:
         """Return the average whose values are known, [n] float32."""
@@ -323,7 +317,8 @@ def values_of(y: Average) -> Tensor:
     """Return the values of an average, [n] float32. Do not change them: they may be its own."""
     if y.values is not None:
         return y.values
-    out = torch.empty(y.numel, dtype=torch.float32, device=y.device)
+    assert y.messages is not None
+    out = torch.empty(y.numel, dtype=torch.float32, device=y.messages.device)
     decompress_(y, out)
     return out
 
