@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from hf_compressopt.kernels import Average, Combination, Segment, SignFormat, li
 from hf_compressopt.kernels.messages import block_rms
 from tests.support import kernel_cases as cases
 from tests.support.kernel_suite import CompactSuite, KernelSuite
+from tests.support.launching import REPO_ROOT
 
-ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda", 0)
 
 
@@ -76,10 +75,7 @@ def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
     assert float(x[-1]) == 2 * float(error[-1])
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_fused_adam_has_the_numbers_of_torch(dtype: torch.dtype, adam_w_mode: bool) -> None:
     sizes = [(1,), (7,), (33, 65), (0,), (300_001,), (4096,)]
@@ -201,18 +197,8 @@ def test_compute_sanitizer_finds_nothing(tool: str) -> None:
         "c.check_lamb(d, 9001, 6, chunks=3, options=LambOptions(0.9, 0.999, 1e-6, 0.1, False))\n"
         "c.check_square_sums(d, [1, 7, 9001])\n"
     )
-    command = [
-        program,
-        "--tool",
-        tool,
-        "--report-api-errors",
-        "no",
-        "--error-exitcode",
-        "9",
-        sys.executable,
-        "-c",
-        script,
-    ]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    options = ["--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
+    command = [program, *options, sys.executable, "-c", script]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(REPO_ROOT)}
+    result = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]

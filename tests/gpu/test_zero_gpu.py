@@ -1,4 +1,4 @@
-"""ZeroOptimizer on a CUDA device. Run by `make test-gpu` only."""
+"""ZeroOptimizer on a CUDA device, and models that move to one. Run by `make test-gpu` only."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_compressopt import ZeroOptimizer
+from hf_compressopt import OnebitAdam, ZeroOptimizer
 from hf_compressopt.zero.memory import memory_report
 
 
@@ -49,3 +49,14 @@ def test_a_model_moved_after_its_optimizer_was_made_takes_the_state_along() -> N
     optimizer.step()
     for bucket, piece in optimizer.partition.parts():
         assert piece.tensor.is_cuda and bucket.state_of(piece)["exp_avg"].is_cuda
+
+
+def test_a_model_moved_after_its_compressed_optimizer_was_made_takes_the_state_along() -> None:
+    model = nn.Linear(5, 3)
+    optimizer = OnebitAdam(model.parameters(), lr=0.1, freeze_step=2)
+    model.cuda()
+    for _ in range(4):
+        model(torch.ones(2, 5, device="cuda")).sum().backward()
+        optimizer.step()
+    assert all(state["exp_avg"].is_cuda for state in optimizer.state.values())
+    assert optimizer.metrics()["stage"] == 1.0

@@ -103,6 +103,8 @@ def test_wrong_tensors_are_refused() -> None:
     refused: list[tuple[Callable[[], object], str]] = [
         (lambda: signs(z, error.double()), "error must be a contiguous torch.float32 tensor"),
         (lambda: signs(Combination.of(torch.ones(160)[::2]), error), "x must be .* not contiguous"),
+        (lambda: signs(z, x._neg_view()), r"error must be .*negated lazily: call resolve_neg\(\) first"),
+        (lambda: native.add_(y, [Segment(x._neg_view(), 0, 80, 0)]), "outputs must be .*negated lazily"),
         (lambda: signs(z, torch.ones(81)), "error must have 80 elements, got 81"),
         (lambda: signs(z, error, messages[:-1]), "messages must have 64 elements, got 63"),
         (lambda: signs(z, torch.ones(80, device="meta")), "error must be .* on meta"),

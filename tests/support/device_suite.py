@@ -37,6 +37,20 @@ def group(device: torch.device, tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, steps: int, *, same: bool = False
+) -> list[float]:
+    """Train the model, always on the same batch if asked. Returns the loss of each step."""
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(batch(device, 0 if same else step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 class DeviceSuite:
     @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
     def test_an_optimizer_trains_as_on_the_cpu(self, device: torch.device, name: str, options: dict[str, Any]) -> None:
@@ -44,10 +58,7 @@ class DeviceSuite:
         for place in (device, torch.device("cpu")):
             model = net(place)
             optimizer = getattr(hf_compressopt, name)(model.parameters(), lr=1e-3, **options)
-            for step in range(8):
-                optimizer.zero_grad()
-                model(batch(place, step)).square().mean().backward()
-                optimizer.step()
+            train(model, optimizer, place, 8)
             finals.append([p.detach().cpu() for p in model.parameters()])
         for got, expected in zip(*finals, strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=8e-3)  # a sign may differ: 8 steps of 1e-3
@@ -77,13 +88,7 @@ class DeviceSuite:
             backend = "inductor" if device.type == "cuda" else "aot_eager"
             forward = torch.compile(model, backend=backend) if compiles else model
             optimizer = hf_compressopt.OnebitAdam(model.parameters(), lr=1e-3, freeze_step=2)
-            losses.append([])
-            for step in range(6):
-                optimizer.zero_grad()
-                loss = forward(batch(device, step)).square().mean()
-                loss.backward()
-                optimizer.step()
-                losses[-1].append(loss.item())
+            losses.append(train(forward, optimizer, device, 6))
         assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
     @pytest.mark.usefixtures("group")
@@ -116,13 +121,7 @@ class DeviceSuite:
         fully_shard(model, mesh=mesh["shard"])
         hf_compressopt.compress_fsdp(model, mesh, compression)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses = []
-        for _ in range(6):
-            optimizer.zero_grad()
-            loss = model(batch(device, 0)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        losses = train(model, optimizer, device, 6, same=True)
         assert losses[-1] < losses[0]
 
     @pytest.mark.parametrize("optim", ["onebit_adam", "fused_adam"])
