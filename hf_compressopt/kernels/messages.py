@@ -49,15 +49,17 @@ class Layout(ABC):
     """The layout of a chunk's values in a message."""
 
     bits: int  # of an element
+    scale_block: int | None  # elements per scale; None: all chunks share one scale
     scale_dtype: torch.dtype
+    scales_come_first: bool
 
-    @abstractmethod
     def blocks(self, numel: int) -> int:
         """Return the number of scales of a chunk of ``numel`` elements."""
+        return -(-numel // (self.scale_block or max(numel, 1)))
 
-    @abstractmethod
     def scales_at(self, numel: int) -> int:
         """Return the first byte of the scales in the message of a chunk."""
+        return 0 if self.scales_come_first else self.packed_nbytes(numel)
 
     def packed_nbytes(self, numel: int) -> int:
         """Return the bytes of a chunk's elements without their scales."""
@@ -138,19 +140,14 @@ class SignFormat(Layout):
     ======================  ========================================================================================
     """
 
-    scale_block: int | None  # elements per scale, a positive multiple of 8; None: all chunks share one scale
+    scale_block: int | None  # a positive multiple of 8, or None
     bits = 1
     scale_dtype = torch.float32
+    scales_come_first = True
 
     def __post_init__(self) -> None:
         if self.scale_block is not None and (self.scale_block <= 0 or self.scale_block % SIGNS_PER_BYTE):
             raise ValueError(f"scale_block must be a positive multiple of 8 or None, got {self.scale_block}")
-
-    def blocks(self, numel: int) -> int:
-        return -(-numel // (self.scale_block or max(numel, 1)))
-
-    def scales_at(self, numel: int) -> int:
-        return 0
 
     def common_scale(self, u: Tensor) -> Tensor | None:
         return block_rms(u, u.numel()).view(()) if self.scale_block is None and u.numel() else None
@@ -261,17 +258,13 @@ class IntegerFormat(Layout):
     """
 
     bits: int  # 4 or 8
+    scale_block = INTEGER_BLOCK
     scale_dtype = torch.bfloat16
+    scales_come_first = False
 
     def __post_init__(self) -> None:
         if self.bits not in INTEGER_BITS:
             raise ValueError(f"bits must be 4 or 8, got {self.bits}")
-
-    def blocks(self, numel: int) -> int:
-        return -(-numel // INTEGER_BLOCK)
-
-    def scales_at(self, numel: int) -> int:
-        return self.packed_nbytes(numel)
 
     def encode_(self, u: Tensor, message: Tensor, scale: Tensor | None = None) -> Tensor:
         scales, integers = self._quantize(u)

@@ -102,10 +102,10 @@ class Operands:
             return address(name, tensor, self.device, torch.float32, self.numel)
         return self.read(name, tensor, torch.float32, self.numel)
 
-    def per_tensor(self, name: str, tensor: Tensor, entries: int) -> int:
+    def per_tensor(self, name: str, tensor: Tensor, entries: int, dtype: torch.dtype = torch.float32) -> int:
         if tensor.numel() < entries:
             raise ValueError(f"{name} must have {entries} entries or more, got {tensor.numel()}")
-        return self.read(name, tensor)
+        return self.read(name, tensor, dtype)
 
     def segments(self, name: str, segments: Sequence[Segment], *, written: bool = True) -> tuple[int, int, int]:
         """Make the table of segments that cover the bucket: its address, their number, and per-tensor entries."""
@@ -154,10 +154,8 @@ class Operands:
         """Return a ``co_variance`` by reference. tensors: the entries that a per-tensor array needs."""
         if isinstance(variance, Tensor):
             return byref(VarianceRecord(self.floats("exp_avg_sq", variance, written=False), None, None))
-        if variance.tops.numel() < tensors:
-            raise ValueError(f"tops must have {tensors} entries or more, got {variance.tops.numel()}")
         codes = address("exp_avg_sq", variance.codes, self.device, torch.uint8, self.numel)
-        return byref(VarianceRecord(None, codes, address("tops", variance.tops, self.device, torch.int32)))
+        return byref(VarianceRecord(None, codes, self.per_tensor("tops", variance.tops, tensors, torch.int32)))
 
     def combination(self, z: Combination) -> Any:
         """Return a ``co_combination`` by reference."""
