@@ -151,42 +151,21 @@ def test_wrong_segments_are_refused() -> None:
 def test_the_c_interface_refuses_in_words() -> None:
     use, floats, messages = Operands(CPU, 8), torch.ones(8), torch.zeros(32).byte()
     zero, some, sent = use.combination(Combination(8, CPU)), floats.data_ptr(), messages.data_ptr()
-    table, count, _ = use.segments("parameters", [Segment(torch.ones(8), 0, 8, 0)])
-    empty, _, _ = use.segments("tensors", [Segment(None, 0, 8, 0)])
+    params, count, _ = use.segments("parameters", [Segment(floats, 0, 8, 0)])
     y, descent = use.average(Average.of(floats)), use.descent(Descent(0.1, 1.0, 1e-8, False))
-    values, compact = ErrorsRecord(some, None), ErrorsRecord(None, sent)
-    one_form = "co_compress: error must have values or messages, and not both"
-    variance_form = "co_apply_adam: exp_avg_sq must have values or codes, and not both"
-    refused: list[tuple[str, tuple[object, ...], str]] = [
-        ("co_compress", (zero, 1, 1, 8, 12, 1), "co_compress: scale_block must be a multiple of 8, or 0, got 12"),
+    both, values, compact = ErrorsRecord(some, sent), ErrorsRecord(some, None), ErrorsRecord(None, sent)
+    variance, last = VarianceRecord(None, some, None), AverageRecord(sent, None, 16, 0, 16, 1)
+    z = CombinationRecord(None, addressof(last), None, 0, None, 1.0, 1.0)
+    apply = y, None, byref(variance), params, count, None, 1.0, descent
+    for function, arguments, words in (
         ("co_compress", (zero, None, 1, 8, 0, 1), "co_compress: error is null"),
-        ("co_compress", (zero, byref(ErrorsRecord(None, None)), sent, 8, 0, 1), one_form),
-        ("co_compress", (zero, byref(ErrorsRecord(some, sent)), sent, 8, 0, 1), one_form),
-        ("co_square_sums", (empty, 1, torch.zeros(1).double().data_ptr()), "the data of segment 0 is null"),
-        ("co_decompress", (byref(AverageRecord(None, None, 8, 0, 0, 1)), None), "neither messages nor values"),
+        ("co_compress", (zero, byref(values), sent, 8, 12, 1), "scale_block must be a multiple of 8, or 0, got 12"),
+        ("co_compress", (zero, byref(both), sent, 8, 0, 1), "error must have values or messages, and not both"),
+        ("co_average_integers", (sent, byref(values), byref(compact), sent, 8, 8, 1), "new_error have two forms"),
+        ("co_combine", (byref(z), some, 8), "co_combine: last has 16 elements, the bucket has 8"),
         ("co_decode_integers", (byref(IntegersRecord(sent, 8, 48, 1, 5)), some), "bits must be 4 or 8, got 5"),
-        (
-            "co_average_integers",
-            (sent, byref(values), byref(compact), sent, 8, 8, 1),
-            "co_average_integers: error and new_error have two forms",
-        ),
-    ]
-    for last, words in (
-        (AverageRecord(sent, None, 16, 0, 16, 1), "last has 16 elements, the bucket has 8"),
-        (AverageRecord(None, some, 8, 0, 0, 1), "the messages of last are null"),
-        (AverageRecord(sent, None, 8, 4, 16, 1), "scale_block must be a multiple of 8"),
+        ("co_apply_adam", apply, "codes of exp_avg_sq need tops, and values none"),
     ):
-        z = CombinationRecord(None, addressof(last), None, 0, None, 1.0, 1.0)
-        use.kept.append(last)
-        refused.append(("co_combine", (byref(z), some, 8), f"co_combine: {words}"))
-    for variance, beta, words in (
-        (VarianceRecord(None, None, None), 1.0, variance_form),
-        (VarianceRecord(some, some, some), 1.0, variance_form),
-        (VarianceRecord(None, some, None), 1.0, "codes of exp_avg_sq need tops, and values none"),
-        (VarianceRecord(some, None, None), 0.5, "beta must be 1 without exp_avg, got 0.5"),
-    ):
-        refused.append(("co_apply_adam", (y, None, byref(variance), table, count, None, beta, descent), words))
-    for function, arguments, words in refused:
         with pytest.raises(RuntimeError, match=words):
             library.call(function, CPU, *arguments)
 
