@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hf_compressopt.kernels import adam, library, native, reference, selfcheck  # adam adds itself to the self-check
 from hf_compressopt.kernels.compact import (
-    ERROR_BITS,
     ERROR_FORMAT,
     CompactErrors,
     Errors,
