@@ -7,7 +7,6 @@ so that there is no stage to save, to lose at a resume, or to disagree about bet
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
@@ -55,18 +54,16 @@ class StepPlan:
         return self.synchronize and not self.agree
 
 
-class Schedule(ABC):
-    """A frozen dataclass of options of an optimizer; its warmup stage ends for good when the variance is frozen."""
+@dataclass(frozen=True)
+class Schedule:
+    """The schedule of 1-bit Adam (arXiv 2102.02888, Algorithm 1) and 1-bit LAMB: warmup up to ``freeze_step``."""
 
     freeze_share: ClassVar[float] = 0.2  # of a run that the warmup stage takes at most, unless it is given
     low_bit_freeze_share: ClassVar[float] = 0.2  # the same if the warmup stage sends low-bit gradients
-    freeze_step: int | str  # last step of the warmup stage, or "auto": the variance finds it
-    max_freeze_step: int  # bound on what "auto" finds; it yields to the next one and to the learning rate's warmup
-    min_freeze_step: int
 
-    @abstractmethod
-    def plan(self, step: int) -> StepPlan:
-        """Return the plan of a step."""
+    freeze_step: int | str = AUTO  # last step of the warmup stage, or "auto": the variance finds it
+    max_freeze_step: int = 100_000  # bound on what "auto" finds; it yields to the next one and to the rate's warmup
+    min_freeze_step: int = MIN_FREEZE_STEP
 
     def __post_init__(self) -> None:
         for name, value in self.options().items():
@@ -79,14 +76,25 @@ class Schedule(ABC):
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
 
+    def plan(self, step: int) -> StepPlan:
+        warmup = self.is_in_warmup_stage(step)
+        return StepPlan(
+            step=step,
+            stage=Stage.WARMUP if warmup else Stage.COMPRESSED,
+            reduce_grads=warmup,
+            update_variance=warmup,
+            synchronize=not warmup,
+            ends_stage=step == self.freeze_step,
+        )
+
     def options(self) -> dict[str, Any]:
         """Return the options by name, for headers."""
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
+        return asdict(self)
 
     @classmethod
     def of(cls: type[_Schedule], options: Any) -> _Schedule:
         """Return the schedule with these options, as :meth:`options` returns them, or an earlier version did."""
-        legal = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        legal = {field.name for field in fields(cls)}
         if isinstance(options, dict):
             options = {"freeze_step" if name == "var_freeze_step" else name: value for name, value in options.items()}
         if not isinstance(options, dict) or not legal - {"min_freeze_step"} <= options.keys() <= legal:
@@ -101,7 +109,6 @@ class Schedule(ABC):
         return max(self.max_freeze_step, self.min_freeze_step)
 
     def is_in_warmup_stage(self, step: int) -> bool:
-        """Return whether a step belongs to the warmup stage, as far as is known before it."""
         return not isinstance(self.freeze_step, int) or step <= self.freeze_step
 
     def expected(self: _Schedule) -> _Schedule:
@@ -109,8 +116,7 @@ class Schedule(ABC):
         return self.frozen_at(self.last_warmup_step)
 
     def frozen_at(self: _Schedule, step: int | str) -> _Schedule:
-        """Return the schedule whose warmup stage ends with this step."""
-        return replace(self, freeze_step=step)  # type: ignore[type-var]
+        return replace(self, freeze_step=step)
 
     def is_given(self, given: Collection[str]) -> bool:
         """Return whether the end of the warmup stage is among the options that a user gave, and known."""
@@ -135,7 +141,7 @@ class Schedule(ABC):
         elif short and not low_bit:
             bounds["min_freeze_step"] = 1
         chosen = {name: value for name, value in bounds.items() if name not in given}
-        return replace(self.frozen_at(AUTO), **chosen)  # type: ignore[type-var]
+        return replace(self.frozen_at(AUTO), **chosen)
 
     def describe(self, max_steps: int, given: Collection[str]) -> str:
         if self.is_given(given):
@@ -149,26 +155,6 @@ class Schedule(ABC):
 
 
 @dataclass(frozen=True)
-class OnebitSchedule(Schedule):
-    """The schedule of 1-bit Adam (arXiv 2102.02888, Algorithm 1) and 1-bit LAMB: warmup up to ``freeze_step``."""
-
-    freeze_step: int | str = AUTO
-    max_freeze_step: int = 100_000
-    min_freeze_step: int = MIN_FREEZE_STEP
-
-    def plan(self, step: int) -> StepPlan:
-        warmup = self.is_in_warmup_stage(step)
-        return StepPlan(
-            step=step,
-            stage=Stage.WARMUP if warmup else Stage.COMPRESSED,
-            reduce_grads=warmup,
-            update_variance=warmup,
-            synchronize=not warmup,
-            ends_stage=step == self.freeze_step,
-        )
-
-
-@dataclass(frozen=True)
 class ZeroOneSchedule(Schedule):
     """The schedule of 0/1 Adam: a variance stage, then a local-step stage.
 
@@ -178,9 +164,6 @@ class ZeroOneSchedule(Schedule):
 
     freeze_share: ClassVar[float] = 0.1
 
-    freeze_step: int | str = AUTO
-    max_freeze_step: int = 100_000
-    min_freeze_step: int = MIN_FREEZE_STEP
     var_update_scaler: int = 16
     local_step_scaler: int = 32_678
     local_step_clipper: int = 16
@@ -242,7 +225,6 @@ class Warmup:
     step: int = 0  # the first step that had it; 0 if it was before the first step that is known
 
     def after(self, step: int, rate: float) -> Warmup:
-        """Return the warmup after a step with this learning rate."""
         return Warmup(rate, step) if rate > self.rate else self
 
     def is_over(self, step: int, window: int) -> bool:

@@ -123,8 +123,8 @@ class GroupBuffers:
         for messages in found:
             yield StateTensor.of(key(Kind.MESSAGE), messages, whole, start, replicated=replicated)
             start += messages.numel()
-        counts = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per != "element"}
-        for kind, values in {Kind.STEP: state.steps, **counts}.items():
+        counts = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per == "parameter"}
+        for kind, values in {Kind.STEP: state.steps, **counts, **state.group_extra}.items():
             yield StateTensor.of(key(kind), values, replicated=replicated)
 
     def _of_errors(self, rank: int) -> Iterator[StateTensor]:

@@ -50,7 +50,7 @@ from hf_compressopt.optim.options import (
 from hf_compressopt.optim.sharded import FreedGradients, end_warmup_stage, take_sharded_step
 from hf_compressopt.optim.state import HISTORY, STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
 from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
-from hf_compressopt.schedules import AUTO, FreezeDetector, OnebitSchedule, Schedule, Stage, StepPlan, Warmup
+from hf_compressopt.schedules import AUTO, FreezeDetector, Schedule, Stage, StepPlan, Warmup
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     """
 
     #: The schedule's class, whose fields are options of the optimizer.
-    schedule_class: type[Schedule] = OnebitSchedule
+    schedule_class: type[Schedule] = Schedule
     #: Options of the schedule beyond those that all have; None where they are not given.
     _intervals: Mapping[str, int | None] = {}
     #: State tensors beyond Adam's moments.
@@ -191,7 +191,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     ) -> None:
         chosen = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step, **self._intervals}
         given = {name: value for name, value in chosen.items() if value is not None}
-        schedule = self.schedule_class(**{"freeze_step": freeze_step, **given})
+        schedule = self.schedule_class(freeze_step=freeze_step, **given)
         if total_steps is not None:
             check_count("total_steps", total_steps)
         if freeze_step == AUTO or total_steps is not None:

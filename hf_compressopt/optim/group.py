@@ -350,7 +350,7 @@ class ExtraState:
     """A state tensor that an algorithm has beyond Adam's two moments, by its name in ``optimizer.state``."""
 
     name: str
-    per: str  # "element" (float32, flat), "parameter" (float32) or "group" (float64)
+    per: str  # "element" (float32, flat), "parameter" (float32) or "group" (float64, on the CPU)
     initial: float = 0.0
     always: bool = False  # groups that are never compressed have it too
     plain: str = ""  # name of its first value in a plain Adam's state, if not ``initial``
@@ -394,12 +394,16 @@ class GroupState:
         self.still = [False] * len(self.params)  # which do not move after the warmup stage; see find_still()
         self.extras = tuple(extra for extra in extras if compressed or extra.always)
         self.own_params: list[Tensor] | None = None  # this rank's, while others stand in their place
-        sizes = {"element": self.layout.numel, "parameter": len(self.params), "group": 1}
-        self.extra = {
-            e.name: torch.full(
-                (sizes[e.per],), e.initial, dtype=torch.float64 if e.per == "group" else torch.float32, device=device
-            )
+        sizes = {"element": self.layout.numel, "parameter": len(self.params)}
+        self.group_extra = {
+            e.name: torch.full((1,), e.initial, dtype=torch.float64, device="cpu")
             for e in self.extras
+            if e.per == "group"
+        }
+        self.extra = {
+            e.name: torch.full((sizes[e.per],), e.initial, dtype=torch.float32, device=device)
+            for e in self.extras
+            if e.per != "group"
         }
 
     # -- errors -------------------------------------------------------------------------------------------------------
@@ -457,6 +461,10 @@ class GroupState:
         start = self.layout.starts[index]
         return flat[start : start + self.layout.numels[index]].view(self.params[index].shape)
 
+    def moments_of(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return both moments of one parameter, views of the flat buffers, and its count of steps."""
+        return self.view(self.exp_avg, index), self.view(self.exp_avg_sq, index), self.steps[index]
+
     def torch_state(self, index: int) -> dict[str, Any]:
         """Return the entry of ``optimizer.state[p]``: views of the flat buffers, or what decodes compact forms."""
         readers = partial(self._readers, index)
@@ -487,10 +495,6 @@ class GroupState:
 
     def torch_states(self) -> dict[Tensor, dict[str, Any]]:
         return {param: self.torch_state(index) for index, param in enumerate(self.params)}
-
-    def group_tensors(self) -> dict[str, Tensor]:
-        """Return the extra state tensors that belong to no parameter."""
-        return {extra.name: self.extra[extra.name] for extra in self.extras if extra.per == "group"}
 
     def find_still(self, largest: Sequence[float] | None = None) -> None:
         """Find the parameters that do not move after the warmup stage, since none of their elements has a variance."""

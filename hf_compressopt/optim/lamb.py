@@ -44,7 +44,7 @@ from hf_compressopt.optim.math import (
     trust_ratio,
 )
 from hf_compressopt.optim.options import check_at_least, check_last_group
-from hf_compressopt.schedules import OnebitSchedule, StepPlan
+from hf_compressopt.schedules import Schedule, StepPlan
 
 
 class Lamb(torch.optim.Optimizer):
@@ -176,7 +176,7 @@ def _check_coefficients(min_coeff: float, max_coeff: float) -> None:
 
 
 @dataclass(frozen=True)
-class OnebitLambSchedule(OnebitSchedule):
+class OnebitLambSchedule(Schedule):
     """The schedule of 1-bit Adam, with a longer warmup if that sends low-bit gradients: it learns trust ratios too."""
 
     low_bit_freeze_share: ClassVar[float] = 0.3

@@ -219,7 +219,7 @@ def own_state(optimizer: CompressedOptimizer) -> dict[str, Any]:
         "rank": optimizer.communicator.rank,
         "worker_error": [state.errors.worker for state in states],
         "server_error": [state.errors.server for state in states],
-        "group_tensors": [state.group_tensors() for state in states],
+        "group_tensors": [state.group_extra for state in states],
         "tensors": dict(optimizer._tensors),
     }
 
@@ -251,7 +251,7 @@ def load_full(optimizer: CompressedOptimizer, state_dict: dict[str, Any], own: d
         for extra in state.extras:
             if extra.per == "group":
                 value = extra.initial if own is None else own["group_tensors"][number][extra.name]
-                _assign(state.extra[extra.name], value)
+                _assign(state.group_extra[extra.name], value)
     _load_errors(optimizer, own)
     if own is not None:
         take_tensors(optimizer, {name: tensor.clone() for name, tensor in own["tensors"].items()})

@@ -34,7 +34,7 @@ from hf_compressopt.kernels import AdamUpdate, Average, Combination, Descent, Lo
 from hf_compressopt.optim.agreement import Grads, digest_of, write_log
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import ExtraState, GroupState
-from hf_compressopt.optim.math import bit_sum
+from hf_compressopt.optim.math import advance_moments_, bit_sum
 from hf_compressopt.optim.options import MAX_UPDATE, check_at_least
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
 
@@ -93,8 +93,7 @@ class LocalInterval:
 
     def is_apart(self) -> bool:
         """Return whether each rank has its own parameters in place. No collective call; alike on all ranks."""
-        numbers = numbers_since_sync(self.states)
-        inside = any(numbers[state.number][0] != 0 and state.own_params is None for state in self._compressed)
+        inside = any(_since_sync(state)[0] != 0 and state.own_params is None for state in self._compressed)
         return inside and not self._alike and any(state.communicator.world_size > 1 for state in self._compressed)
 
     def begin_step(self) -> None:
@@ -172,8 +171,7 @@ class LocalInterval:
         for index, param in enumerate(state.params):
             state.view(state.extra["anchor"], index).copy_(param)
         state.extra["local_update"].zero_()
-        state.extra["lr_sum"].zero_()
-        state.extra["decay"].fill_(1.0)
+        _end_interval(state)
 
     def sync_by_average(self) -> None:
         """Average parameters and momentum in full precision, and begin an interval. All ranks call."""
@@ -202,12 +200,14 @@ class LocalInterval:
                 self._settled[param] = not param.requires_grad
 
 
-def numbers_since_sync(states: Sequence[GroupState]) -> dict[int, tuple[float, float]]:
-    """Return the sum of learning rates and the decay since the last sync, by param group, in one fetch."""
-    chosen = [state for state in states if state.compressed]
-    numbers = [state.extra[name] for state in chosen for name in ("lr_sum", "decay")]
-    found = torch.cat(numbers).tolist() if numbers else []
-    return {state.number: (found[2 * i], found[2 * i + 1]) for i, state in enumerate(chosen)}
+def _since_sync(state: GroupState) -> tuple[float, float]:
+    """Return the sum of learning rates and the decay since the last sync; both lie in host memory."""
+    return float(state.group_extra["lr_sum"]), float(state.group_extra["decay"])
+
+
+def _end_interval(state: GroupState) -> None:
+    state.group_extra["lr_sum"].zero_()
+    state.group_extra["decay"].fill_(1.0)
 
 
 def _average_(tensor: Tensor, state: GroupState) -> None:
@@ -295,23 +295,16 @@ class ZeroOneAdam(CompressedOptimizer):
         self._consensus.warmup = self.warmup_gradients
         self._interval = LocalInterval(self._states, self.traffic)
         self._divisors: dict[int, Tensor] = {}  # of the step under way, by param group
-        self._since_sync: dict[int, tuple[float, float]] = {}  # lr_sum and decay of the groups, as the state has them
 
     # -- variance stage -----------------------------------------------------------------------------------------------
 
     def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
         if not state.compressed:
             return super()._uncompressed_step(state, grads)
-        beta1, beta2 = state.options["betas"]
-        for index, grad in enumerate(grads):
-            if grad is None:
-                continue
-            grad = grad.float()
-            state.steps[index] += 1
+        with_grad = {index: grad for index, grad in enumerate(grads) if grad is not None}
+        for index, grad in with_grad.items():
+            advance_moments_(grad, *state.moments_of(index), state.options)  # (2)
             state.extra["variance_steps"][index] += 1
-            state.view(state.exp_avg, index).lerp_(grad, 1 - beta1)  # (2)
-            state.view(state.exp_avg_sq, index).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        with_grad = {index for index, grad in enumerate(grads) if grad is not None}
         corrections, how = _corrections(state, counted=True), state.descent()
         for bucket in state.layout.buckets:
             momentum = Average.of(state.exp_avg[bucket.start : bucket.stop])
@@ -325,8 +318,7 @@ class ZeroOneAdam(CompressedOptimizer):
         for state in self._states:
             if state.compressed:
                 state.errors.zero_()
-                for index, param in enumerate(state.params):
-                    state.view(state.extra["anchor"], index).copy_(param)
+                self._interval.start_anew(state)
         self._interval.expect()
 
     # -- messages: a gradient in the variance stage, the sum of updates in the local-step stage -----------------------
@@ -345,7 +337,7 @@ class ZeroOneAdam(CompressedOptimizer):
             if plan.stage is not Stage.LOCAL_STEP:
                 self._divisors[state.number] = _corrections(state, counted=False)
                 continue
-            lr_sum, decay = self._numbers(state)
+            lr_sum, decay = _since_sync(state)
             bound = (self.max_update or math.inf) * lr_sum
             self._descents[state.number] = replace(state.descent(), decay=decay, bound=bound)
 
@@ -360,7 +352,7 @@ class ZeroOneAdam(CompressedOptimizer):
             _descend(state, bucket, average, bounded, beta=1 - beta1, corrections=corrections)  # (1), (2), (3)
             return
         flat, decayed = slice(bucket.start, bucket.stop), self._descents[state.number]
-        lr_sum, _ = self._numbers(state)
+        lr_sum, _ = _since_sync(state)
         m, anchor, u = state.exp_avg[flat], state.extra["anchor"][flat], state.extra["local_update"][flat]
         with state.parameter_segments(bucket) as params:
             update = ParameterSync(average, m, anchor, state.variance(bucket), u, params, lr_sum, decayed)
@@ -390,33 +382,25 @@ class ZeroOneAdam(CompressedOptimizer):
             moments = state.exp_avg[flat], state.variance(bucket), state.extra["local_update"][flat]
             with state.parameter_segments(bucket) as params:
                 on.local_step_(LocalUpdate(*moments, gradients, params, beta1, how))
-        lr_sum, decay = self._numbers(state)
-        self._since_sync[state.number] = lr_sum + how.lr, decay * how.decay
-        state.extra["lr_sum"] += how.lr
-        state.extra["decay"] *= how.decay
+        state.group_extra["lr_sum"] += how.lr
+        state.group_extra["decay"] *= how.decay
         state.steps += 1
 
     def _sync(self, plan: StepPlan, states: Sequence[GroupState], written: bool) -> None:
         """Take (6) and (7), or plain averages if someone else has written parameters since the last sync."""
         self._interval.average_frozen()
         if written:
-            self._since_sync = {}
             return self._interval.sync_by_average()
         # a learning rate that was 0 throughout has moved nothing: there is nothing to send
-        moved = [state for state in states if self._numbers(state)[0] != 0]
+        moved = [state for state in states if _since_sync(state)[0] != 0]
         self._compressed_step(plan, moved, None)
         for state in moved:
-            state.extra["lr_sum"].zero_()
-            state.extra["decay"].fill_(1.0)
-            self._since_sync[state.number] = 0.0, 1.0
-
-    def _numbers(self, state: GroupState) -> tuple[float, float]:
-        return self._since_sync.get(state.number, (0.0, 1.0))
+            _end_interval(state)
 
     def _parameters_were_written(self, gradients: Grads | None) -> tuple[bool, bool]:
         """Return whether parameters were written on any rank, and whether this rank's gradients are finite."""
         states = [state for state in self._states if state.compressed and state.own_rank is None]
-        so_far = [self._numbers(state) for state in states]
+        so_far = [_since_sync(state) for state in states]
         frozen = [[not param.requires_grad for param in state.params] for state in states]
         digest = digest_of((self._consensus.comparison.hyperparameters(), so_far, frozen))
         # two in every message that is counted: a resumed run, which compares once more, sends the same bytes
@@ -474,7 +458,6 @@ class ZeroOneAdam(CompressedOptimizer):
         """
         if self.last_plan.stage is Stage.LOCAL_STEP:
             self._interval.expect_anything()
-            self._since_sync = {}
             for state in self._states:
                 if state.compressed:
                     self._interval.start_anew(state)
@@ -482,7 +465,6 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _state_loaded(self) -> None:
         super()._state_loaded()
-        self._since_sync = numbers_since_sync(self._states)
         self._interval.expect_anything()
 
     def _before_load(self) -> None:

@@ -13,7 +13,7 @@ from hf_compressopt import OnebitAdam
 from hf_compressopt.optim.agreement import NOISE
 from hf_compressopt.optim.late import LATE_CLIP
 from hf_compressopt.optim.state import check_tensors
-from hf_compressopt.schedules import OnebitSchedule
+from hf_compressopt.schedules import Schedule
 from tests.oracles.steps import same, tensors_in
 from tests.support.harness import on_ranks
 
@@ -144,7 +144,7 @@ def test_bad_options_are_named(name: str) -> None:
 def test_tensors_that_no_run_has_saved_are_refused(name: str, count: int) -> None:
     for tensor in (torch.zeros(count), torch.zeros(count + 1, dtype=torch.float64)):
         with pytest.raises(ValueError, match=rf"'{name}' must be float64 \[{count}\]"):
-            check_tensors({name: tensor}, OnebitSchedule(freeze_step=5))
+            check_tensors({name: tensor}, Schedule(freeze_step=5))
 
 
 BAD = {

@@ -13,12 +13,12 @@ import hf_compressopt
 from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam, load_state, save_state
 from hf_compressopt.checkpoint.compressed import FlatState
 from hf_compressopt.optim.lamb import OnebitLambSchedule
-from hf_compressopt.schedules import AUTO, OnebitSchedule, Schedule, Stage, Warmup, ZeroOneSchedule
+from hf_compressopt.schedules import AUTO, Schedule, Stage, Warmup, ZeroOneSchedule
 from tests.support.harness import run_ranks
 from tests.support.logs import log_lines
 
 LENGTHS = (1, 2, 5, 20, 60, 99, 100, 101, 299, 300, 301, 400, 499, 500, 501, 999, 1000, 12_345)
-SCHEDULES = (OnebitSchedule, OnebitLambSchedule, ZeroOneSchedule)
+SCHEDULES = (Schedule, OnebitLambSchedule, ZeroOneSchedule)
 
 
 def linear(warmup: int, steps: int) -> list[float]:
@@ -110,7 +110,7 @@ def test_an_optimizer_knows_the_memory_of_its_variance(beta2: float, least: int)
 
 @pytest.mark.parametrize("steps", LENGTHS)
 def test_a_run_in_full_precision_gives_its_warmup_stage_a_share(steps: int) -> None:
-    for schedule, share in ((OnebitSchedule, 5), (OnebitLambSchedule, 5), (ZeroOneSchedule, 10)):
+    for schedule, share in ((Schedule, 5), (OnebitLambSchedule, 5), (ZeroOneSchedule, 10)):
         fitted = schedule().fitted(steps, ())
         assert fitted.last_warmup_step == max(1 if steps < 300 else 100, steps // share)
         first = [fitted.expected().plan(step) for step in range(1, min(steps, fitted.last_warmup_step) + 1)]
