@@ -38,11 +38,20 @@ if TYPE_CHECKING:
     from hf_compressopt.optim.sharded import FreedGradients
     from hf_compressopt.optim.warmup import WarmupGradients
 
+logger = logging.getLogger(__name__)
 
+#: Legal values of ``clip``; "late" clips by the last step's norm, which "sketch" finds.
+CLIPS = ("sketch", "local", "late")
+#: What "sketch" reports as the norm, for the log.
+ESTIMATE = "an estimate of that of the mean gradient, within some per cent"
 #: Name of the tensor that holds the moving average.
 NOISE = "gradient_noise"
 #: Share of the moving average that stays at each measurement.
 MEMORY = 0.95
+_LEAST_BITS = 6  # of the number of elements of a sketch
+_PRIME = 1_048_573  # just below DIGEST_BOUND
+_CHUNK = 1 << 20  # elements that are compared, or sent, at a time
+_MOST = 0.01  # relative difference of parameters that counts as rounding
 
 
 class GradientNoise:
@@ -71,16 +80,8 @@ class GradientNoise:
 
     def square_ratio(self, share: float) -> float:
         """Return (3) for 1 / W = ``share``, in [share, 1]; 1 before the first measurement."""
-        measured = self.common
-        common = min(1.0, max(0.0, 1.0 if measured is None else measured))
+        common = 1.0 if self.common is None else min(1.0, max(0.0, self.common))
         return common + (1 - common) * share
-
-
-#: Legal values of ``clip``; "late" clips by the last step's norm, which "sketch" finds.
-CLIPS = ("sketch", "local", "late")
-_LEAST_BITS = 6
-#: What "sketch" reports as the norm, for the log.
-ESTIMATE = "an estimate of that of the mean gradient, within some per cent"
 
 
 class Sketch(NamedTuple):
@@ -198,11 +199,12 @@ class StepGradients:
         self.ask = ask  # whether the ranks must agree on the norm, since some gradients are each rank's own
         self.left: frozenset[int] = frozenset()  # ids of gradients that are in messages already: they are not clipped
         self.freed: FreedGradients | None = None  # sent and freed gradients, beside those of the groups
+        # the squared norm of averaged gradients, of local ones the mean over ranks of their squared norms: alike on all
+        # ranks, and not finite if an element is not, or is too large for its square; [] float64 until the host reads it
+        self.square: float | Tensor
+        self.measured_signature: tuple[tuple[int, int], ...] | None = None
         self._communicator, self._shares = communicator, tuple(shares)
         self._local_squares: dict[float, Tensor] | None = None
-        self._square: float | None = None
-        self.unread: Tensor | None = None  # [1] float64, the square until the host knows it
-        self.measured_signature: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def collect(
@@ -270,90 +272,30 @@ class StepGradients:
         squares = [*self.local_squares().values()] if self.fault is None else []
         return self.fault is None and (not squares or all(map(math.isfinite, torch.stack(squares).tolist())))
 
-    def agree(
-        self,
-        digests: Sequence[int | Tensor] = (),
-        *,
-        overflow: bool = False,
-        sent: Tensor | None = None,
-        part: StepGradients | None = None,
-        mean: MeanNorm | None = None,
-        ratio: Callable[[float], float] | None = None,
-        beside: Tensor | None = None,
-        later: bool = False,
-    ) -> tuple[list[bool], list[float]]:
-        """Sum the squares over the ranks, for :meth:`square_norm`, tell each other of faults, and compare numbers.
-
-        Returns what :meth:`Communicator.sum_and_compare` does for the digests and ``beside``. ``sent``: infinity if
-        what was sent before is not finite, else 0. If ``later``, squares that need no message stay on the device.
-        """
-        part = part or self
-        weight = None if self.ask else ratio or (lambda share: 1.0)
-        own = [each._own_square(overflow, weight) for each in (self, *([] if part is self else [part]))]
-        own = own if sent is None else [square + sent for square in own]
-        alike, local = list[bool](), list[float]()
-        if self.ask:
-            faults = torch.full_like(own[0], float(self.fault is not None))
-            means, sketch = ([], None) if mean is None else mean.contributions()
-            dtype = torch.float64 if mean is None else mean.dtype
-            numbers = [faults, own[0], own[-1], *means]
-            sums, alike = self._communicator.sum_and_compare(numbers, digests, dtype, sketch, beside)
-            if beside is not None:
-                sums, local = sums[: -len(beside)], sums[-len(beside) :]
-            if self.fault is None and sums[0] > 0:
-                raise RuntimeError(f"{int(sums[0])} other rank(s) were given gradients that cannot be used")
-            squares = sums[1:3]
-            if mean is not None and math.isfinite(squares[1]):
-                squares[1] = mean.square(sums[3:])
-        elif self.fault is None and not later:
-            squares = torch.stack(own).tolist()
-        if self.fault is not None:
-            raise self.fault
-        if later and not self.ask:
-            self.unread, part.unread = own[0], own[-1]
-        else:
-            self._square, part._square = squares[0], squares[-1]
-        self.measured_signature = self.signature()
-        return alike, local
-
-    def _own_square(self, overflow: bool, weight: Callable[[float], float] | None) -> Tensor:
-        """Return this rank's contribution to the sum of squares, [] float64; the share itself is the default weight."""
+    def weighted_square(self, weight: Callable[[float], float]) -> Tensor:
+        """Return the sum of this rank's squares, [] float64, weighted by a function of their group's share."""
         square = torch.zeros((), dtype=torch.float64, device=self._communicator.device)
-        if overflow:
-            return square + math.inf
         for share, local in self.local_squares().items() if self.fault is None else ():
-            square = square + local * (share if weight is None else weight(share))
+            square = square + local * weight(share)
         return square
 
-    def square_norm(self) -> float:
-        """Return the squared norm of averaged gradients; of local ones the mean over ranks of their squared norms.
-
-        It is alike on all ranks, and not finite if an element on any rank is not, or is too large for its square.
-        """
-        if self._square is None and self.unread is not None:
-            self._square = self.unread.item()
-        elif self._square is None:
-            self.agree()
-        assert self._square is not None
-        return self._square
-
     def is_finite(self) -> bool:
-        return math.isfinite(self.square_norm())
+        self.square = float(self.square)
+        return math.isfinite(self.square)
 
     def may_be_used(self) -> bool:
         """Return whether the gradients are finite, True while the norm is not read."""
-        return (self._square is None and self.unread is not None) or self.is_finite()
+        return isinstance(self.square, Tensor) or self.is_finite()
 
     def clip_(self, max_norm: float, *, in_place: bool) -> float | Tensor:
         """Clip to ``max_norm``, by the same factor on every rank, and return the norm before: [] if it is not read."""
         norm: float | Tensor
         factor: float | Tensor
-        if self._square is None and self.unread is not None:
-            norm = self.unread.sqrt()
+        if isinstance(self.square, Tensor):
+            norm = self.square.sqrt()
             factor = torch.where(norm.isfinite(), torch.clamp(max_norm / (norm + 1e-6), max=1.0), 1.0)
         else:
-            square = self.square_norm()
-            norm = math.sqrt(square) if square >= 0 else math.nan
+            norm = math.sqrt(self.square) if self.square >= 0 else math.nan
             factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0  # as torch computes it
         if isinstance(factor, Tensor) or factor < 1.0:
             if in_place:
@@ -366,7 +308,7 @@ class StepGradients:
             if self.left:
                 self._local_squares = None
             else:
-                self._square = None if self._square is None else self._square * float(factor) ** 2
+                self.square = self.square if isinstance(self.square, Tensor) else self.square * float(factor) ** 2
                 self._local_squares = {share: local * factor**2 for share, local in self.local_squares().items()}
         self.measured_signature = self.signature()
         return norm
@@ -428,18 +370,10 @@ def find_fault(params: Sequence[Tensor], grads: Sequence[Tensor | None], names: 
     return None
 
 
-logger = logging.getLogger(__name__)
-
-
 def write_log(logger: logging.Logger, level: int, message: str, *args: object) -> None:
     """Log a line; a failing handler, such as one of a closed stderr, must not leave the other ranks waiting."""
     with suppress(Exception):
         logger.log(level, message, *args)
-
-
-_PRIME = 1_048_573  # just below DIGEST_BOUND
-_CHUNK = 1 << 20  # elements that are compared, or sent, at a time
-_MOST = 0.01
 
 
 def digest_of(value: Any) -> int:
@@ -459,15 +393,13 @@ class Comparison:
         """Check, before the first step and before the first one of a stage, that the ranks are alike."""
         if not self.checked:
             own = [state.own_rank is not None for state in self._states]
-            self._communicator.require_equal(
-                "optimizer, step, options, or param groups with a process_group of their own", [*alike(), own]
-            )
+            what = "optimizer, step, options, or param groups with a process_group of their own"
+            self._communicator.require_equal(what, [*alike(), own])
             self._require_equal("parameter sizes", lambda state: digest_of((state.compressed, state.layout.numels)))
             self.require_same_hyperparameters()
             if plan.agree:  # else each rank has parameters of its own
-                self._require_equal(
-                    "the bits of their parameters (are they alike at the start?)", lambda s: _bits(s.params)
-                )
+                what = "the bits of their parameters (are they alike at the start?)"
+                self._require_equal(what, lambda state: _bits(state.params))
             self.checked, self._compared_at = True, plan.step
         elif self._compared_at != plan.step and before is not None and before.stage is not plan.stage:
             self.require_same_hyperparameters()
@@ -506,9 +438,7 @@ class Comparison:
             for communicator, states in apart:
                 _take_first_ranks(states, communicator)
         if apart and self._communicator.rank == 0:
-            message = (
-                "step %d: the parameters of the ranks differ by rounding (unlike devices?): all take those of rank 0"
-            )
+            message = "step %d: the ranks' parameters differ by rounding (unlike devices?): all take those of rank 0"
             write_log(logger, logging.WARNING, message, step)
 
     def _require_equal(self, what: str, value: Callable[[GroupState], int]) -> None:
@@ -569,8 +499,8 @@ def _replicated(state: GroupState) -> Iterator[Tensor]:
 class Consensus:
     """The small messages beside those of a step, and what the ranks know from them."""
 
-    early: EarlyMessages | None = None  # set by the optimizer if messages leave during backward
-    warmup: WarmupGradients | None = None  # set by 0/1 Adam
+    early: EarlyMessages  # set by the optimizer, as the next one
+    warmup: WarmupGradients
 
     def __init__(self, states: Sequence[GroupState], communicator: Communicator, tensors: dict[str, Tensor]) -> None:
         self.states, self.communicator = states, communicator
@@ -606,23 +536,23 @@ class Consensus:
         """Return the gradients of a step, clipped, and whether those of all ranks are finite."""
         # given gradients may be averaged or not: a wrong number of them on one rank must fail on all
         ask = self.asks(plan) and (self.are_local(plan) or given is not None)
-        if given is not None and self.early is not None:
+        if given is not None:
             self.early.drop()
         gradients, measured = self._collect(given, ask=ask), self.measured
         same = gradients.reuse(measured)
-        known = measured is not None and measured.ask and (self.early is None or self.early.agreed)
-        if measured is not None and known and ask and given is None and not max_grad_norm:
-            if measured.is_finite():
+        if measured is not None and not max_grad_norm:
+            known = measured.ask and self.early.agreed and ask and given is None
+            if known and measured.is_finite():
                 if not same and not gradients.is_usable():
                     self._go_on_without(gradients, plan)
                 return gradients, True
-        if measured is not None and same and not ask and not max_grad_norm:
-            self._unread = measured
-            return measured, measured.may_be_used()
+            if same and not ask:
+                self._unread = measured
+                return measured, measured.may_be_used()
         self._agree(gradients, plan, sketched=max_grad_norm > 0)
         if max_grad_norm > 0:
             norm = gradients.clip_(max_grad_norm, in_place=given is None)
-            if self.early is not None:
+            if self.early.enabled:
                 self.early.note_norm(float(norm), max_grad_norm, self._usual, whole=True)
         self._unread = gradients
         return gradients, gradients.may_be_used()
@@ -646,16 +576,15 @@ class Consensus:
             gradients._local_squares = None
             gradients.measured_signature = gradients.signature()
         self.measured = gradients
-        if self.early is not None:
+        if self.early.enabled:
             self.early.note_norm(float(norm), max_norm, self._usual, whole=whole)
         return norm
 
     def _collect(self, given: Iterable[Any] | None, *, ask: bool) -> StepGradients:
-        if given is None and self.early is not None:
+        if given is None:
             self.early.complete()
         gradients = StepGradients.collect(self.states, given, self.communicator, ask=ask)
-        if self.early is not None:
-            self.early.put_into(gradients)
+        self.early.put_into(gradients)
         return gradients
 
     def note_overflow(self, overflow: bool) -> None:
@@ -685,27 +614,30 @@ class Consensus:
         *,
         sketched: bool = False,
     ) -> None:
-        """Exchange the one small message of a step, if the ranks must agree: norms, faults, what must be alike."""
-        left = [] if self.early is None else self.early.signature
-        digests: list[int | Tensor] = []
+        """Find the squared norms, of all gradients and of a part, and raise if a rank's cannot be used."""
+        part, alike = part or gradients, list[bool]()
+        mean = self._measure(gradients, plan, part, chosen) if sketched else None
+        sent = self.early.overflow()
+
+        def weight(share: float) -> float:
+            if gradients.ask:
+                return share  # so that a sum over the ranks is their mean
+            return self.noise.square_ratio(share) if self.clip == "sketch" and not plan.agree else 1.0
+
+        squares: list[Any] = []
+        for each in (gradients, part) if part is not gradients else (gradients,):
+            own = each.weighted_square(weight)
+            own = torch.full_like(own, math.inf) if self._overflow else own
+            squares.append(own if sent is None else own + sent)
         if gradients.ask:
-            digests.append(digest_of([self.comparison.hyperparameters(), left]))
-        if not plan.reduce_grads and gradients.ask:
-            # one in every step: a resumed run, which compares once more, sends the uninterrupted one's bytes
-            digests.append(self.gradient_digest(gradients.groups))
-        mean = self._measure(gradients, plan, part or gradients, chosen) if sketched else None
-        local_step = self.clip == "sketch" and not plan.agree
-        alike, read = gradients.agree(
-            digests,
-            overflow=self._overflow,
-            sent=None if self.early is None else self.early.overflow(),
-            part=part,
-            mean=mean if gradients.ask else None,
-            ratio=self.noise.square_ratio if local_step else None,
-            beside=self.warmup.largest_variances(plan) if self.warmup and gradients.ask else None,
-            later=self._reads_at_sync(plan, part or gradients),
-        )
-        self.read = read or self.read
+            squares, alike = self._exchange(gradients, plan, squares, mean)
+        if gradients.fault is not None:
+            raise gradients.fault
+        here = all(grad.device == self.communicator.device for grad in part.present())
+        if not gradients.ask and not (plan.is_local_sync and here):  # else the message of the sync brings them
+            squares = torch.stack(squares).tolist()
+        gradients.square, part.square = squares[0], squares[-1]
+        gradients.measured_signature = gradients.signature()
         if mean is not None and gradients.ask:
             self._common, self._usual = mean.common, math.sqrt(mean.mean_square)
             if gradients.freed is not None and gradients.freed.is_exact:
@@ -714,18 +646,31 @@ class Consensus:
             self.at_sync = mean
         if alike and not alike[0]:
             self.comparison.require_same_hyperparameters()
-            if self.early is not None:
-                self.early.agree()
-                for each in (gradients, part or gradients):
-                    each.left = self.early.left(gradients.groups)
-        if self.early is not None:
-            self.early.agreed |= gradients.ask
+            self.early.agree()
+            for each in (gradients, part):
+                each.left = self.early.left(gradients.groups)
+        self.early.agreed |= gradients.ask
         self.heed_gradients(alike[1:])
 
-    def _reads_at_sync(self, plan: StepPlan, gradients: StepGradients) -> bool:
-        """Return whether the message of a sync, which follows in the step, brings what this rank must know."""
-        here = all(grad.device == self.communicator.device for grad in gradients.present())
-        return plan.is_local_sync and self.early is None and here
+    def _exchange(
+        self, gradients: StepGradients, plan: StepPlan, squares: Sequence[Tensor], mean: MeanNorm | None
+    ) -> tuple[list[float], list[bool]]:
+        """Exchange the one small message of a step: norms, faults, what must be alike. Returns the squared norms."""
+        digests: list[int | Tensor] = [digest_of([self.comparison.hyperparameters(), self.early.signature])]
+        if not plan.reduce_grads:
+            # one in every step: a resumed run, which compares once more, sends the uninterrupted one's bytes
+            digests.append(self.gradient_digest(gradients.groups))
+        faults = torch.full_like(squares[0], float(gradients.fault is not None))
+        means, sketch = ([], None) if mean is None else mean.contributions()
+        dtype = torch.float64 if mean is None else mean.dtype
+        numbers, beside = [faults, squares[0], squares[-1], *means], self.warmup.largest_variances(plan)
+        sums, alike = self.communicator.sum_and_compare(numbers, digests, dtype, sketch, beside)
+        if beside is not None:
+            sums, self.read = sums[: -len(beside)], sums[-len(beside) :]
+        if gradients.fault is None and sums[0] > 0:
+            raise RuntimeError(f"{int(sums[0])} other rank(s) were given gradients that cannot be used")
+        part = sums[2] if mean is None or not math.isfinite(sums[2]) else mean.square(sums[3:])
+        return [sums[1], part], alike
 
     def _measure(
         self, gradients: StepGradients, plan: StepPlan, part: StepGradients, chosen: Sequence[Tensor] | None
@@ -750,8 +695,8 @@ class Consensus:
         Returns whether any rank has written, whether this rank's gradients may be used, and what is alike.
         """
         mean, self.at_sync = self.at_sync, None
-        unread = None if self._unread is None else self._unread.unread
-        beside = torch.zeros_like(written) if unread is None else unread
+        unread = None if self._unread is None else self._unread.square
+        beside = unread if isinstance(unread, Tensor) else torch.zeros_like(written)
         if mean is None:
             with self.communicator.traffic.paused():
                 sums, alike = self.communicator.sum_and_compare([written], digests, beside=beside.view(1))

@@ -25,6 +25,7 @@ from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
 from hf_compressopt.grad_compression import check_state
 from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
+from hf_compressopt.optim import options
 from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads, write_log
 from hf_compressopt.optim.group import (
     STATE,
@@ -35,18 +36,8 @@ from hf_compressopt.optim.group import (
     follow_moments,
     mean_variance_norm,
 )
-from hf_compressopt.optim.late import LATE_CLIP, EarlyMessages
+from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.math import evaluate, in_float32
-from hf_compressopt.optim.options import (
-    check_at_least,
-    check_count,
-    check_last_group,
-    check_scale_block,
-    check_zero_stage,
-    in_lists,
-    names_by_group,
-    resolve_communicator,
-)
 from hf_compressopt.optim.sharded import FreedGradients, end_warmup_stage, take_sharded_step
 from hf_compressopt.optim.state import HISTORY, STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
 from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
@@ -193,12 +184,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         given = {name: value for name, value in chosen.items() if value is not None}
         schedule = self.schedule_class(freeze_step=freeze_step, **given)
         if total_steps is not None:
-            check_count("total_steps", total_steps)
+            options.check_count("total_steps", total_steps)
         if freeze_step == AUTO or total_steps is not None:
             self._open = set(given) if freeze_step == AUTO else {"freeze_step", *given}
         for name, value in (("max_grad_norm", max_grad_norm), ("variance_floor", variance_floor)):
-            check_at_least(name, value, 0)
-        check_scale_block(scale_block)
+            options.check_at_least(name, value, 0)
+        options.check_scale_block(scale_block)
         check_state(state)
         if amsgrad:
             raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
@@ -207,21 +198,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"clip must be one of {list(self._clips)}, got {clip!r}{only}")
         if not 0 < freeze_threshold <= 1:
             raise ValueError(f"freeze_threshold must be in (0, 1], got {freeze_threshold}")
-        check_zero_stage(zero_stage, type(self).__name__, self.zero_stages, warmup_bits, state, clip)
+        options.check_zero_stage(zero_stage, type(self).__name__, self.zero_stages, warmup_bits, state, clip)
         self.zero_stage = zero_stage
-        communicator = resolve_communicator(communicator, comm_backend_name, cuda_aware)
+        communicator = options.resolve_communicator(communicator, comm_backend_name, cuda_aware)
         check_warmup_bits(warmup_bits, communicator)
         self.max_grad_norm, self.variance_floor = max_grad_norm, variance_floor
         self.schedule, self.freeze_threshold = schedule, freeze_threshold
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "non_freeze": False,
-        }
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt, "non_freeze": False}
         self.bucket_numel, self.scale_block = bucket_numel_of(bucket_cap_mb), scale_block
         self.compact = state == "compact"
         self.traffic = Traffic()
@@ -230,7 +214,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._descents: dict[int, Descent] = {}  # of the step under way, by param group
         self._tensors: dict[str, Tensor] = {}  # state that belongs to no group, on the CPU, alike on all ranks
         self._chosen: dict[str, Any] = {"name": communicator, "cuda_aware": cuda_aware, "traffic": self.traffic}
-        params, device = in_lists(params)
+        params, device = options.in_lists(params)
         flat = make_communicator(process_group=process_group, device=device, **self._chosen)
         self.communicator = with_topology(flat, TopologyOptions(topology, node_size, node_bits), scale_block)
         self._consensus = Consensus(self._states, self.communicator, self._tensors)
@@ -242,8 +226,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if zero_stage == 2:
             self.freed = FreedGradients(*sends, self._begin_step, bits=warmup_bits, clips=max_grad_norm > 0)
         self.early_messages = self.freed or EarlyMessages(clip == "late", *sends)
-        if self.early_messages.enabled:
-            self._consensus.early = self.early_messages
+        self._consensus.early, self._consensus.warmup = self.early_messages, self.warmup_gradients
         self._clip, self._consensus.clip = clip, "sketch" if clip == "late" else clip
         self._make_room_for_history()
         if total_steps is not None:
@@ -329,9 +312,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return plan
 
     def _must_be_alike(self) -> list[Any]:
-        options = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike]
-        options += [self._clip, self.max_grad_norm, self.warmup_bits, self._fused_warmup, self.compact]
-        return [type(self).__name__, self._step, repr([*options, self.zero_stage])]
+        chosen = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike]
+        chosen += [self._clip, self.max_grad_norm, self.warmup_bits, self._fused_warmup, self.compact]
+        return [type(self).__name__, self._step, repr([*chosen, self.max_update or 0, self.zero_stage])]
 
     def _take_step(self, plan: StepPlan, gradients: Grads | None) -> None:
         """Take the step; ``gradients`` is None if this rank's are not finite and it steps without them."""
@@ -396,22 +379,19 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._log(logging.INFO, "step %d: %s ends, the variance is frozen; %s", plan.step, plan.stage.value, told)
         names = [name for s in self._states for name, still in zip(s.labels, s.still, strict=True) if still]
         if names:
-            self._log(
-                logging.WARNING,
+            message = (
                 "%d parameter tensor(s) have no variance after the warmup stage and are not updated any more: their "
-                "averaged gradients were 0 in all its steps: %s%s (for such parameters use a later freeze_step, or a "
-                "group with non_freeze=True)",
-                len(names),
-                ", ".join(names[:8]),
-                ", ..." if len(names) > 8 else "",
+                "averaged gradients were 0 in all its steps: %s (for such parameters use a later freeze_step, or a "
+                "group with non_freeze=True)"
             )
+            listed = ", ".join([*names[:8], "..."] if len(names) > 8 else names)
+            self._log(logging.WARNING, message, len(names), listed)
 
     def _end_step(self, plan: StepPlan, *, taken: bool) -> None:
         """Close a step, which was taken or skipped."""
         self.step_was_skipped = not taken
         self._consensus.end_step()
-        if self.early_messages.enabled or LATE_CLIP in self._tensors:
-            self.early_messages.end_step(taken=taken)
+        self.early_messages.end_step(taken=taken)
         if plan.reduce_grads or self.warmup_gradients.in_use:
             self.warmup_gradients.end_step(plan)
         self.traffic.end_step(local=not plan.agree)
@@ -592,7 +572,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if own is not None and isinstance(self._chosen["name"], Communicator):
             raise ValueError("a param group with a process_group of its own needs a communicator that is given by name")
         super().add_param_group(param_group)
-        check_last_group(self.param_groups, one_device=True)
+        options.check_last_group(self.param_groups, one_device=True)
         group = self.param_groups[-1]
         take_over(group["params"], type(self).__name__)
         device = group["params"][0].device if group["params"] else self.communicator.device
@@ -637,7 +617,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
         Raises a ValueError if their number is not that of the trainable parameters, or one occurs twice.
         """
-        return names_by_group([state.names for state in self._states], names)
+        return options.names_by_group([state.names for state in self._states], names)
 
     def label_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Use names such as those of ``model.named_parameters()`` in messages; checkpoints keep their own."""
@@ -754,29 +734,25 @@ class CompressedOptimizer(torch.optim.Optimizer):
             return
         self._bytes_compared = True
         numbers = self._metrics(self.traffic.mean_bytes(peek=True))
-        if numbers["bytes_sent_step"] > 0 and numbers["compression_ratio"] < FOUR_BITS_RATIO:
-            self._log(
-                logging.WARNING,
+        sent, ratio = numbers["bytes_sent_step"], numbers["compression_ratio"]
+        if sent > 0 and ratio < FOUR_BITS_RATIO:
+            message = (
                 "a step sends %.0f bytes, full precision only %.1f times as many, and gradients in 4 bits %.1f times "
                 "fewer than full precision: the model has too few parameters (%d) for what messages carry beside "
                 "signs, or scale_block=%s is too small. Use an ordinary optimizer with grad_compression='int4', or a "
-                "larger scale_block",
-                numbers["bytes_sent_step"],
-                numbers["compression_ratio"],
-                FOUR_BITS_RATIO,
-                sum(state.layout.numel for state in self._states),
-                self.scale_block,
+                "larger scale_block"
             )
+            numel = sum(state.layout.numel for state in self._states)
+            self._log(logging.WARNING, message, sent, ratio, FOUR_BITS_RATIO, numel, self.scale_block)
 
     def describe(self) -> str:
         """Return one line for the log: class, size, schedule, ranks, kernels."""
+        chosen = {**self.schedule.options(), "warmup_bits": self.warmup_bits}
+        chosen |= {"zero_stage": self.zero_stage} if self.zero_stage else {}
         bounds = ("max_freeze_step", "min_freeze_step")
-        options = {name: value for name, value in self.schedule.options().items() if name not in bounds}
-        options["warmup_bits"] = self.warmup_gradients.bits
-        options |= {"zero_stage": self.zero_stage} if self.zero_stage else {}
-        chosen = ", ".join(f"{key}={value}" for key, value in options.items())
+        listed = ", ".join(f"{name}={value}" for name, value in chosen.items() if name not in bounds)
         numel = sum(state.layout.numel for state in self._states)
         return (
-            f"{type(self).__name__}, {numel:,} parameters, {chosen}; {self.communicator}, "
+            f"{type(self).__name__}, {numel:,} parameters, {listed}; {self.communicator}, "
             f"scale_block={self.scale_block}, kernels: {kernels.implementation(self.communicator.device)}"
         )

@@ -62,14 +62,11 @@ class MomentShards:
 
     def pieces(self, index: int) -> list[dict[str, Any]]:
         """Return what this rank has of a parameter's moments, as a state dict of ZeroOptimizer has it."""
-        found = []
-        for spans, *moments in zip(self.spans, self.exp_avg, self.exp_avg_sq, strict=True):
-            for span in spans:
-                if span.index == index:
-                    exp_avg, exp_avg_sq = (part_of(moment, span) for moment in moments)
-                    place = {"start": span.start, "stop": span.stop}
-                    found.append({**place, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq})
-        return found
+        return [
+            {"start": span.start, "stop": span.stop, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            for span, exp_avg, exp_avg_sq in self.parts()
+            if span.index == index
+        ]
 
 
 def check_pieces(row: Mapping[str, Any], shards: MomentShards | None, index: int) -> None:
@@ -79,8 +76,7 @@ def check_pieces(row: Mapping[str, Any], shards: MomentShards | None, index: int
     if saved != own or (PIECES in row and shards is None):
         raise ValueError(
             "the state dict has one rank's part of moments that ranks had shared out (zero_stage): load it on that "
-            "rank with the same zero_stage, or save and load with hf_compressopt.save_state and load_state, which take "
-            "any"
+            "rank with the same zero_stage, or use hf_compressopt.save_state and load_state, which take any"
         )
 
 
@@ -394,25 +390,17 @@ class GroupState:
         self.still = [False] * len(self.params)  # which do not move after the warmup stage; see find_still()
         self.extras = tuple(extra for extra in extras if compressed or extra.always)
         self.own_params: list[Tensor] | None = None  # this rank's, while others stand in their place
-        sizes = {"element": self.layout.numel, "parameter": len(self.params)}
-        self.group_extra = {
-            e.name: torch.full((1,), e.initial, dtype=torch.float64, device="cpu")
-            for e in self.extras
-            if e.per == "group"
-        }
-        self.extra = {
-            e.name: torch.full((sizes[e.per],), e.initial, dtype=torch.float32, device=device)
-            for e in self.extras
-            if e.per != "group"
-        }
-
-    # -- errors -------------------------------------------------------------------------------------------------------
+        self.extra, self.group_extra = dict[str, Tensor](), dict[str, Tensor]()
+        for extra in self.extras:
+            if extra.per == "group":
+                self.group_extra[extra.name] = torch.full((1,), extra.initial, dtype=torch.float64, device="cpu")
+            else:
+                size = self.layout.numel if extra.per == "element" else len(self.params)
+                self.extra[extra.name] = torch.full((size,), extra.initial, dtype=torch.float32, device=device)
 
     @property
     def feedback(self) -> list[ErrorFeedback]:
         return self.errors.feedback
-
-    # -- moments ------------------------------------------------------------------------------------------------------
 
     @property
     def exp_avg(self) -> Tensor:
@@ -526,7 +514,7 @@ class GroupState:
         """Fold the bias corrections into the moments, and apply the variance floor, at the end of the warmup stage."""
         beta1, beta2 = self.options["betas"]
         for index, counts in enumerate(zip(first, second, strict=True)):
-            exp_avg, exp_avg_sq = self.view(self.exp_avg, index), self.view(self.exp_avg_sq, index)
+            exp_avg, exp_avg_sq, _ = self.moments_of(index)
             if self.options["bias_correction"]:
                 correct_bias_(exp_avg, counts[0], beta1)
                 correct_bias_(exp_avg_sq, counts[1], beta2)
@@ -570,21 +558,19 @@ class GroupState:
                 values = dense_values("the parameter", own)
                 if values is not own:
                     found.copies.append((param, values))
-            found.segments.append(Segment(values, piece.start, piece.numel, index, self.still[index]))
+            found.append(Segment(values, piece.start, piece.numel, index, self.still[index]))
         return found
 
 
-class ParameterSegments:
+class ParameterSegments(list[Segment]):
     """Parts of parameters, which are written back at the end if kernels cannot change them in place."""
 
-    __slots__ = ("copies", "segments")
-
     def __init__(self) -> None:
-        self.segments: list[Segment] = []
+        super().__init__()
         self.copies: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> list[Segment]:
-        return self.segments
+        return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:

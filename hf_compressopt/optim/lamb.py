@@ -256,8 +256,7 @@ class OnebitLamb(CompressedOptimizer):
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
-            param = state.params[index]
-            moments = state.view(state.exp_avg, index), state.view(state.exp_avg_sq, index), state.steps[index]
+            param, moments = state.params[index], state.moments_of(index)
             advance_moments_(grad, *moments, state.options)
             update = _lamb_update(param, *moments, state.options)
             coeff = trust_ratio(_square(param), _square(update), self.min_coeff, self.max_coeff)
@@ -277,8 +276,7 @@ class OnebitLamb(CompressedOptimizer):
             state.extra["exp_avg_sq_fresh"].copy_(state.exp_avg_sq)
             for index, numel in enumerate(state.layout.numels):
                 if numel:
-                    square = sum_of_squares([state.view(state.exp_avg, index)], state.device)
-                    rows.append((state, index, (square / numel).sqrt()))
+                    rows.append((state, index, (_square(state.view(state.exp_avg, index)) / numel).sqrt()))
         united = self._united_scale(rows)
         for state, index, scale in rows:
             one = torch.ones_like(scale)

@@ -28,7 +28,7 @@ from hf_compressopt.kernels import AdamUpdate, Average, Combination
 from hf_compressopt.optim.agreement import CLIPS
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import GroupState
-from hf_compressopt.optim.options import MAX_UPDATE, check_at_least
+from hf_compressopt.optim.options import check_at_least
 from hf_compressopt.schedules import StepPlan
 
 
@@ -68,7 +68,7 @@ class OnebitAdam(CompressedOptimizer):
         *,
         fused_warmup: bool | None = None,
         overlap_comm: bool = False,
-        max_update: float | None = MAX_UPDATE,
+        max_update: float | None = None,
         state: str = "compact",
         **options: Any,
     ) -> None:
@@ -77,7 +77,6 @@ class OnebitAdam(CompressedOptimizer):
         if max_update is not None:
             check_at_least("max_update", max_update, 0)
         self.max_update = max_update
-        self._alike = (f"max_update={max_update or 0}",)
         if not isinstance(overlap_comm, bool):
             raise TypeError(f"overlap_comm must be True or False, got {overlap_comm!r}")
         if overlap_comm and options.get("clip", "sketch") == "local":

@@ -17,8 +17,6 @@ from hf_compressopt.kernels import INTEGER_BITS
 from hf_compressopt.kernels.memory import why_not_dense
 from hf_compressopt.optim.math import is_shard
 
-#: Learning rates that an element moves at most in a step of a compressed stage, unless an option says otherwise.
-MAX_UPDATE: float | None = None
 _NOT_LOADED = ("params", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 _NO_HYPERPARAMETERS = ("params", "param_names", "process_group", "exp_avg_mask")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -103,11 +101,15 @@ def _check_params(params: list[Tensor], number: int) -> None:
                 "compressed optimizers need DistributedDataParallel; use an ordinary optimizer with FSDP"
             )
         check_parameter(param, DTYPES, number)
-        if param.device != params[0].device:
-            raise ValueError(
-                f"the parameters of param group {number} must be on one device, got {params[0].device} and "
-                f"{param.device}: make an optimizer for each device"
-            )
+        _check_device(param, params[0], number)
+
+
+def _check_device(param: Tensor, first: Tensor, number: int) -> None:
+    if param.device != first.device:
+        raise ValueError(
+            f"all parameters must be on one device, got {first.device} and, in param group {number}, {param.device}: "
+            "make an optimizer for each device"
+        )
 
 
 def check_parameter(param: Tensor, dtypes: tuple[torch.dtype, ...], number: int) -> None:
@@ -162,12 +164,9 @@ def check_last_group(
     """Check the param group that was added last; remove it if it is not valid."""
     try:
         check(groups[-1], len(groups) - 1)
-        devices = [group["params"][0].device for group in groups if group["params"]]
-        if one_device and groups[-1]["params"] and devices[-1] != devices[0]:
-            raise ValueError(
-                f"all param groups must be on one device, got {devices[0]} and, in param group {len(groups) - 1}, "
-                f"{devices[-1]}: make an optimizer for each device"
-            )
+        if one_device and groups[-1]["params"]:
+            first = next(group["params"][0] for group in groups if group["params"])
+            _check_device(groups[-1]["params"][0], first, len(groups) - 1)
     except (ValueError, TypeError):
         groups.pop()
         raise

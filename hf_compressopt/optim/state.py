@@ -52,9 +52,8 @@ def load_with_hooks(
     own = state_dict.get(STATE_KEY)
     if own is not None and own.get("stub") and not in_shards:
         raise ValueError(
-            "this state dict is a stub: the state itself lies beside it, in compressopt.index.json and its safetensors "
-            "files; load it with hf_compressopt.load_state(optimizer, directory), or through Trainer or Accelerate "
-            "with hf_compressopt registered"
+            "this state dict is a stub: the state lies beside it, in compressopt.index.json and safetensors files; use "
+            "hf_compressopt.load_state(optimizer, directory), or Trainer or Accelerate with hf_compressopt registered"
         )
     if not in_shards:
         load(state_dict, own)
@@ -114,10 +113,8 @@ def _shares_out(optimizer: CompressedOptimizer) -> bool:
 
 def header_of(optimizer: CompressedOptimizer) -> dict[str, Any]:
     others: dict[str, Any] = {TRAVELLED: True} if optimizer.warmup_gradients.ever_in_use else {}
-    if _shares_out(optimizer):
-        others[SHARED_OUT] = True
-    if optimizer.communicator.levels is not None:
-        others[NODE_SIZE] = optimizer.communicator.topology.node_size
+    others |= {SHARED_OUT: True} if _shares_out(optimizer) else {}
+    others |= {} if optimizer.communicator.levels is None else {NODE_SIZE: optimizer.communicator.topology.node_size}
     return {
         "optimizer": type(optimizer).__name__,
         "step": optimizer._step,
@@ -176,18 +173,17 @@ def _lr_warmup_of(optimizer: CompressedOptimizer, header: dict[str, Any]) -> War
         rate, step = saved
         check_at_least("lr_warmup", rate, 0)
         check_count("lr_warmup", step, low=0)
-        return Warmup(rate, step)
     except (TypeError, ValueError) as error:
         raise ValueError(f"lr_warmup must be a rate and a step, got {saved!r}") from error
+    return Warmup(rate, step)
 
 
 def plain_header(optimizer: CompressedOptimizer, step: int) -> dict[str, Any]:
     ended = step >= optimizer.schedule.last_warmup_step
     schedule = (optimizer.schedule.frozen_at(step + 1) if ended else optimizer.schedule).options()
-    fresh = {"skipped_steps": 0, "rounds": step, "bytes_sent": 0}
     mine = header_of(optimizer)
     del mine["lr_warmup"]  # what was imported does not tell it
-    return {**mine, "schedule": schedule, "step": step, **fresh}
+    return {**mine, "schedule": schedule, "step": step, "skipped_steps": 0, "rounds": step, "bytes_sent": 0}
 
 
 def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
@@ -197,8 +193,8 @@ def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
         length, numel = _LENGTHS[name], tensor.numel()
         fits = tensor.dim() == 1 and (numel == length or (length is None and numel >= 2))
         if tensor.dtype != torch.float64 or not fits:
-            wanted, found = length or "2 or more", f"{tensor.dtype} {list(tensor.shape)}"
-            raise ValueError(f"{name!r} must be float64 [{wanted}], got {found}")
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{name!r} must be float64 [{length or '2 or more'}], got {found}")
     if HISTORY not in tensors and schedule.freeze_step == AUTO:
         raise ValueError(f"freeze_step is 'auto', and there is no {HISTORY!r}")
 
@@ -255,8 +251,9 @@ def load_full(optimizer: CompressedOptimizer, state_dict: dict[str, Any], own: d
     _load_errors(optimizer, own)
     if own is not None:
         take_tensors(optimizer, {name: tensor.clone() for name, tensor in own["tensors"].items()})
-    for tensor in optimizer._tensors.values() if own is None else ():
-        tensor.zero_()
+    else:
+        for tensor in optimizer._tensors.values():
+            tensor.zero_()
     load_groups(optimizer, saved_groups)
     load_header(optimizer, header)
     optimizer._state_loaded()
@@ -272,9 +269,8 @@ def _matching_rows(
         for index, param in enumerate(state.params):
             row = state_dict["state"].get(key[param], {})
             for name, shape in state.shapes(index).items() if row else ():
-                if STATE_KEY not in state_dict and name not in ("step", *_MOMENTS):
-                    continue  # a plain Adam has none of these
-                if PIECES in row and name in _MOMENTS:
+                expected = STATE_KEY in state_dict or name in ("step", *_MOMENTS)  # a plain Adam has no others
+                if not expected or (PIECES in row and name in _MOMENTS):
                     continue
                 found = tuple(getattr(row[name], "shape", ())) if name in row else "nothing"
                 if found != shape:
@@ -286,25 +282,18 @@ def _matching_rows(
 
 
 def _check_errors(optimizer: CompressedOptimizer, own: dict[str, Any]) -> None:
-    if own["world_size"] != optimizer.communicator.world_size:
+    ranks, node_size = optimizer.communicator, optimizer.communicator.topology.node_size
+    saved_of = {"world_size": own["world_size"], NODE_SIZE: own.get(NODE_SIZE, 1)}
+    for (name, saved), mine in zip(saved_of.items(), (ranks.world_size, node_size), strict=True):
+        if saved != mine:
+            raise ValueError(
+                f"the state dict was saved with {name}={saved}, this run has {mine}: resume on as many ranks and in "
+                "the same topology, or use hf_compressopt.save_state and load_state, which work on any ranks and nodes"
+            )
+    if own["rank"] != ranks.rank and not all(map(is_zero, [*own["worker_error"], *own["server_error"]])):
         raise ValueError(
-            f"the state dict was saved by a run of {own['world_size']} rank(s), this one has "
-            f"{optimizer.communicator.world_size}: resume on as many ranks as the run had, or save and load with "
-            "hf_compressopt.save_state and load_state, which work on any number of ranks"
-        )
-    node_size, mine = own.get(NODE_SIZE, 1), optimizer.communicator.topology.node_size
-    if node_size != mine:
-        raise ValueError(
-            f"the state dict was saved with node_size={node_size}, this one has {mine}: resume with the "
-            "topology and node_size of the run, or save and load with hf_compressopt.save_state and load_state, which "
-            "work on any nodes"
-        )
-    in_use = not all(is_zero(error) for error in [*own["worker_error"], *own["server_error"]])
-    if own["rank"] != optimizer.communicator.rank and in_use:
-        raise ValueError(
-            f"the state dict was saved by rank {own['rank']}, whose errors differ from those of rank "
-            f"{optimizer.communicator.rank}: save and load with hf_compressopt.save_state and load_state, which keep "
-            "the errors of every rank"
+            f"the state dict was saved by rank {own['rank']}, whose errors differ from those of rank {ranks.rank}: use "
+            "hf_compressopt.save_state and load_state, which keep the errors of every rank"
         )
     for place, name in enumerate(("worker_error", "server_error")):
         saved = [error.numel() for error in own[name]]
@@ -320,13 +309,13 @@ def _check_errors(optimizer: CompressedOptimizer, own: dict[str, Any]) -> None:
 
 def _load_errors(optimizer: CompressedOptimizer, own: dict[str, Any] | None) -> None:
     """Take over the errors of a state dict that was checked; zeros if it has none, or is another rank's."""
-    mine = own is not None and own["rank"] == optimizer.communicator.rank
+    mine = own if own is not None and own["rank"] == optimizer.communicator.rank else None
     for number, state in enumerate(optimizer._states):
-        saved = [own[name][number] for name in ("worker_error", "server_error")] if own is not None and mine else []
+        saved = (_NOTHING, _NOTHING) if mine is None else (mine["worker_error"][number], mine["server_error"][number])
         if optimizer.communicator.world_size == 1:
-            state.errors.take(*(error.clone() for error in saved or [_NOTHING] * 2))
-        elif saved:
-            state.errors.copy_(saved[0], saved[1])
+            state.errors.take(*(error.clone() for error in saved))
+        elif mine is not None:
+            state.errors.copy_(*saved)
         else:
             state.errors.zero_()
 

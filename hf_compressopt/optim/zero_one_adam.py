@@ -35,7 +35,7 @@ from hf_compressopt.optim.agreement import Grads, digest_of, write_log
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import ExtraState, GroupState
 from hf_compressopt.optim.math import advance_moments_, bit_sum
-from hf_compressopt.optim.options import MAX_UPDATE, check_at_least
+from hf_compressopt.optim.options import check_at_least
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
 
 
@@ -272,13 +272,12 @@ class ZeroOneAdam(CompressedOptimizer):
         var_update_scaler: int | None = None,
         local_step_scaler: int | None = None,
         local_step_clipper: int | None = None,
-        max_update: float | None = MAX_UPDATE,
+        max_update: float | None = None,
         **options: Any,
     ) -> None:
         if max_update is not None:
             check_at_least("max_update", max_update, 0)
         self.max_update = max_update
-        self._alike = (f"max_update={max_update or 0}",)
         if var_freeze_step is not None:
             if "freeze_step" in options:
                 raise ValueError(
@@ -292,7 +291,6 @@ class ZeroOneAdam(CompressedOptimizer):
             "local_step_clipper": local_step_clipper,
         }
         super().__init__(params, lr, **options)
-        self._consensus.warmup = self.warmup_gradients
         self._interval = LocalInterval(self._states, self.traffic)
         self._divisors: dict[int, Tensor] = {}  # of the step under way, by param group
 
