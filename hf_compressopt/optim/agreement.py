@@ -84,6 +84,14 @@ class GradientNoise:
         return common + (1 - common) * share
 
 
+def sketch_size(numel: int) -> int:
+    """Return how many numbers the sketch of so many elements has: a power of two."""
+    return min(SKETCH_NUMEL, 1 << max(_LEAST_BITS, (numel // 16).bit_length() - 1))
+
+
+Rows = list[tuple[int, "Tensor | None"]]  # elements and gradient of some parameters
+
+
 class Sketch(NamedTuple):
     """The sketch of the gradients that the ranks of a communicator hold."""
 
@@ -92,69 +100,50 @@ class Sketch(NamedTuple):
     square: Tensor  # [] float64, the sum of squares of this rank's gradients
     size: int  # the numbers that are sent
 
-
-def sketch_size(numel: int) -> int:
-    """Return how many numbers the sketch of so many elements has: a power of two."""
-    return min(SKETCH_NUMEL, 1 << max(_LEAST_BITS, (numel // 16).bit_length() - 1))
+    @classmethod
+    def of(cls, rows: Rows, communicator: Communicator, size: int, seed: int, device: torch.device) -> Sketch:
+        y = torch.zeros(SKETCH_NUMEL, dtype=torch.float32, device=device)
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        segments = [
+            Segment(None if grad is None else in_memory("the gradient", grad), 0, numel, index)
+            for index, (numel, grad) in enumerate(rows)
+        ]
+        if any(segment.numel for segment in segments):
+            kernels.on(device).sketch_(segments, 0, seed, y, square)
+        return cls(communicator, y, square, size)
 
 
 class MeanNorm:
     """This rank's part of the norm of the mean gradient, and the noise that the norms show."""
 
-    def __init__(
-        self,
-        states: Sequence[GroupState],
-        gradients: Sequence[Sequence[Tensor | None]],
-        parameters: Sequence[Tensor] | None,
-        everyone: Communicator,
-        seed: int,
-        *,
-        averaged: bool,
-    ) -> None:
+    def __init__(self, gradients: StepGradients, everyone: Communicator, seed: int, *, averaged: bool) -> None:
         """Measure this rank's gradients; if ``averaged``, those that all ranks hold are alike on all."""
         self.everyone = everyone
         self.sketches: list[Sketch] = []  # one for each group of ranks whose gradients are each rank's own
+        states = gradients.states
+        device = states[0].device if states else everyone.device
         # [] float64, the share-weighted sum of squares of gradients that are alike where they are held
-        self.averaged = torch.zeros((), dtype=torch.float64, device=states[0].device if states else everyone.device)
+        self.averaged = torch.zeros((), dtype=torch.float64, device=device)
         self.squares: dict[float, Tensor] = {}  # [] float64, by share: 1 over the number of ranks that hold parameters
         self.common = math.nan  # (1), after square(); and the mean over ranks of their squared norms
         self.mean_square = math.nan
-        chosen = None if parameters is None else {id(p) for p in parameters}
-        groups = by_communicator(states)
-        if not any(communicator is everyone for communicator, _ in groups):
-            groups.insert(0, (everyone, []))
-        for communicator, together in sorted(groups, key=lambda group: group[0] is not everyone):
-            rows: list[tuple[int, Tensor | None]] = []
-            for state in together if gradients else ():
-                for param, grad in zip(state.params, gradients[state.number], strict=True):
-                    rows.append((param.numel(), grad if chosen is None or id(param) in chosen else None))
-            if communicator is everyone and parameters and gradients:
-                known = {id(param) for state in states for param in state.params}
-                for param in (param for param in parameters if id(param) not in known):
-                    grad = None if param.grad is None else param.grad.to(self.averaged.device, torch.float32)
-                    rows.append((param.numel(), grad))
-            alike = communicator.world_size == 1 or (averaged and communicator is everyone)
-            size = sketch_size(sum(state.layout.numel for state in together))
-            self._add(communicator, rows, None if alike else seed, size)
-
-    def _add(
-        self, communicator: Communicator, rows: Sequence[tuple[int, Tensor | None]], seed: int | None, size: int
-    ) -> None:
-        device, share = self.averaged.device, 1 / communicator.world_size
-        if seed is None:
-            square = sum_of_squares([grad for _, grad in rows if grad is not None], device)
-            self.averaged = self.averaged + square * share
-        else:
-            y = torch.zeros(SKETCH_NUMEL, dtype=torch.float32, device=device)
-            square = torch.zeros((), dtype=torch.float64, device=device)
-            segments = [
-                Segment(None if grad is None else in_memory("the gradient", grad), 0, numel, index)
-                for index, (numel, grad) in enumerate(rows)
-            ]
-            if any(segment.numel for segment in segments):
-                kernels.on(device).sketch_(segments, 0, seed, y, square)
-            self.sketches.append(Sketch(communicator, y, square, size))
-        self.squares[share] = self.squares.get(share, 0) + square
+        groups = [(everyone, [state for state in states if state.communicator is everyone])]
+        groups += by_communicator(state for state in states if state.communicator is not everyone)
+        for communicator, together in groups:
+            rows: Rows = []
+            for state in together if gradients.fault is None else ():
+                rows += gradients.rows_of(state)
+            for param in gradients.others if communicator is everyone and gradients.fault is None else ():
+                rows.append((param.numel(), None if param.grad is None else param.grad.to(device, torch.float32)))
+            share = 1 / communicator.world_size
+            if share == 1 or (averaged and communicator is everyone):
+                square = sum_of_squares([grad for _, grad in rows if grad is not None], device)
+                self.averaged = self.averaged + square * share
+            else:
+                size = sketch_size(sum(state.layout.numel for state in together))
+                self.sketches.append(Sketch.of(rows, communicator, size, seed, device))
+                square = self.sketches[-1].square
+            self.squares[share] = self.squares.get(share, 0) + square
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,9 +181,17 @@ class StepGradients:
     """The gradients of one step, and what is wrong with them."""
 
     def __init__(
-        self, groups: Grads, fault: Exception | None, communicator: Communicator, shares: Sequence[float], *, ask: bool
+        self,
+        states: Sequence[GroupState],
+        groups: Grads,
+        fault: Exception | None,
+        communicator: Communicator,
+        *,
+        ask: bool,
     ) -> None:
-        self.groups = groups  # one entry per trainable parameter, None without gradient
+        self.states = states
+        self.groups = groups  # one entry per trainable parameter, None without gradient; empty if they are no such list
+        self.others: list[Tensor] = []  # parameters without state, which belong to all ranks
         self.fault = fault  # to raise on this rank
         self.ask = ask  # whether the ranks must agree on the norm, since some gradients are each rank's own
         self.left: frozenset[int] = frozenset()  # ids of gradients that are in messages already: they are not clipped
@@ -203,7 +200,7 @@ class StepGradients:
         # ranks, and not finite if an element is not, or is too large for its square; [] float64 until the host reads it
         self.square: float | Tensor
         self.measured_signature: tuple[tuple[int, int], ...] | None = None
-        self._communicator, self._shares = communicator, tuple(shares)
+        self._communicator = communicator
         self._local_squares: dict[float, Tensor] | None = None
 
     @classmethod
@@ -214,7 +211,7 @@ class StepGradients:
         try:
             grads = [p.grad for p in flat] if given is None else _flatten(given, len(flat))
         except ValueError as error:
-            return cls([], error, communicator, [], ask=ask)
+            return cls(states, [], error, communicator, ask=ask)
         by_param = dict(zip(map(id, flat), grads, strict=True))
         groups = [[by_param.pop(id(p)) for p in state.params] for state in states]
         fault: Exception | None = None
@@ -225,26 +222,30 @@ class StepGradients:
             )
         for state, mine in zip(states, groups, strict=True):
             fault = fault or find_fault(state.params, mine, state.labels)
-        shares = [1 / state.communicator.world_size for state in states]
-        return cls(groups, fault, communicator, shares, ask=ask)
+        return cls(states, groups, fault, communicator, ask=ask)
 
     def present(self) -> list[Tensor]:
-        return [grad for grad in chain.from_iterable(self.groups) if grad is not None]
+        grads = chain(chain.from_iterable(self.groups), (param.grad for param in self.others))
+        return [grad for grad in grads if grad is not None]
+
+    def rows_of(self, state: GroupState) -> Rows:
+        """Return the number of elements and the gradient of each parameter of a group."""
+        return [(param.numel(), grad) for param, grad in zip(state.params, self.groups[state.number], strict=True)]
 
     def signature(self) -> tuple[tuple[int, int], ...]:
         """Return the identity and version of each gradient: equal signatures have equal values."""
         return tuple((id(grad), grad._version) for grad in self.present())
 
-    def of(self, params: Iterable[Tensor], states: Sequence[GroupState]) -> StepGradients:
-        """Return the gradients of any parameters; parameters without state belong to all ranks."""
-        params = [p for p in params if p.grad is not None]
-        if {id(p.grad) for p in params} == {id(grad) for grad in self.present()}:
+    def of(self, params: Sequence[Tensor]) -> StepGradients:
+        """Return the gradients of any parameters."""
+        if {id(p.grad) for p in params if p.grad is not None} == {id(grad) for grad in self.present()}:
             return self
-        shares = {id(p): 1 / state.communicator.world_size for state in states for p in state.params}
-        chosen: dict[float, list[Tensor | None]] = {}
-        for p in params:
-            chosen.setdefault(shares.get(id(p), 1 / self._communicator.world_size), []).append(p.grad)
-        part = StepGradients(list(chosen.values()), self.fault, self._communicator, list(chosen), ask=self.ask)
+        chosen, known = {id(p) for p in params}, {id(p) for state in self.states for p in state.params}
+        groups: Grads = []
+        for state, grads in zip(self.states, self.groups, strict=False):
+            groups.append([g if id(p) in chosen else None for p, g in zip(state.params, grads, strict=True)])
+        part = StepGradients(self.states, groups, self.fault, self._communicator, ask=self.ask)
+        part.others = [p for p in params if id(p) not in known]
         part.left, part.freed = self.left, self.freed
         return part
 
@@ -252,8 +253,12 @@ class StepGradients:
         """Return the sums of squares of this rank's gradients, [] float64, by their group's share. Computed once."""
         if self._local_squares is None:
             by_share: dict[float, list[Tensor]] = {}
-            for grads, share in zip(self.groups, self._shares, strict=True):
+            for state, grads in zip(self.states, self.groups, strict=True):
+                share = 1 / state.communicator.world_size
                 by_share.setdefault(share, []).extend(grad for grad in grads if grad is not None)
+            others = [param.grad for param in self.others if param.grad is not None]
+            if others:
+                by_share.setdefault(1 / self._communicator.world_size, []).extend(others)
             device = self._communicator.device
             self._local_squares = {share: sum_of_squares(grads, device) for share, grads in by_share.items()}
             for share, square in {} if self.freed is None else self.freed.squares().items():
@@ -269,8 +274,7 @@ class StepGradients:
 
     def is_usable(self) -> bool:
         """Return whether this rank's gradients are valid and finite."""
-        squares = [*self.local_squares().values()] if self.fault is None else []
-        return self.fault is None and (not squares or all(map(math.isfinite, torch.stack(squares).tolist())))
+        return self.fault is None and math.isfinite(sum(self.local_squares().values()))
 
     def weighted_square(self, weight: Callable[[float], float]) -> Tensor:
         """Return the sum of this rank's squares, [] float64, weighted by a function of their group's share."""
@@ -544,7 +548,9 @@ class Consensus:
             known = measured.ask and self.early.agreed and ask and given is None
             if known and measured.is_finite():
                 if not same and not gradients.is_usable():
-                    self._go_on_without(gradients, plan)
+                    gradients.groups = [[None] * len(state.params) for state in self.states]
+                    message = "step %d: rank %d's clipped gradients were changed and cannot be used; they count as 0"
+                    write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)
                 return gradients, True
             if same and not ask:
                 self._unread = measured
@@ -569,8 +575,8 @@ class Consensus:
                 f"clip all parameters of the optimizer together with zero_stage=2, got {len(ids)} of them: the norm of "
                 "gradients that have left is known for all together only"
             )
-        part = gradients if chosen is None else gradients.of(chosen, self.states)
-        self._agree(gradients, plan, part, chosen, sketched=True)
+        part = gradients if chosen is None else gradients.of(chosen)
+        self._agree(gradients, plan, part, sketched=True)
         norm = part.clip_(max_norm, in_place=True)
         if part is not gradients:  # those are finite as before, but their norm is another one
             gradients._local_squares = None
@@ -606,17 +612,11 @@ class Consensus:
         self._common = self._usual = math.nan
 
     def _agree(
-        self,
-        gradients: StepGradients,
-        plan: StepPlan,
-        part: StepGradients | None = None,
-        chosen: Sequence[Tensor] | None = None,
-        *,
-        sketched: bool = False,
+        self, gradients: StepGradients, plan: StepPlan, part: StepGradients | None = None, *, sketched: bool = False
     ) -> None:
         """Find the squared norms, of all gradients and of a part, and raise if a rank's cannot be used."""
         part, alike = part or gradients, list[bool]()
-        mean = self._measure(gradients, plan, part, chosen) if sketched else None
+        mean = self._measure(gradients, plan, part) if sketched else None
         sent = self.early.overflow()
 
         def weight(share: float) -> float:
@@ -633,8 +633,8 @@ class Consensus:
             squares, alike = self._exchange(gradients, plan, squares, mean)
         if gradients.fault is not None:
             raise gradients.fault
-        here = all(grad.device == self.communicator.device for grad in part.present())
-        if not gradients.ask and not (plan.is_local_sync and here):  # else the message of the sync brings them
+        elsewhere = any(grad.device != self.communicator.device for grad in part.present())
+        if not gradients.ask and (elsewhere or not plan.is_local_sync):  # else the message of the sync brings them
             squares = torch.stack(squares).tolist()
         gradients.square, part.square = squares[0], squares[-1]
         gradients.measured_signature = gradients.signature()
@@ -672,17 +672,14 @@ class Consensus:
         part = sums[2] if mean is None or not math.isfinite(sums[2]) else mean.square(sums[3:])
         return [sums[1], part], alike
 
-    def _measure(
-        self, gradients: StepGradients, plan: StepPlan, part: StepGradients, chosen: Sequence[Tensor] | None
-    ) -> MeanNorm | None:
+    def _measure(self, gradients: StepGradients, plan: StepPlan, part: StepGradients) -> MeanNorm | None:
         """Measure the gradients that are clipped, for the norm of their mean; None if another norm clips them."""
         in_message = gradients.ask and self.are_local(plan)
         if self.clip != "sketch" or self.communicator.world_size == 1 or not (in_message or plan.is_local_sync):
             return None
         if gradients.freed is not None and not gradients.freed.is_measured:
             return None
-        groups = [] if gradients.fault is not None else gradients.groups
-        mean = MeanNorm(self.states, groups, chosen, self.communicator, plan.step, averaged=plan.reduce_grads)
+        mean = MeanNorm(part, self.communicator, plan.step, averaged=plan.reduce_grads)
         if gradients.freed is not None:
             gradients.freed.contribute(mean)
         if gradients.fault is None:
@@ -734,9 +731,3 @@ class Consensus:
                 "Accelerate use CompressOptAccelerator; in a plain loop average gradients only if "
                 "optimizer.plan.reduce_grads",
             )
-
-    def _go_on_without(self, gradients: StepGradients, plan: StepPlan) -> None:
-        """Drop this rank's gradients, which someone made unusable after all ranks had found them finite."""
-        gradients.groups = [[None] * len(state.params) for state in self.states]
-        message = "step %d: the gradients of rank %d were changed after clipping and cannot be used; they count as 0"
-        write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)

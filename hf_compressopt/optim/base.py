@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
@@ -27,15 +27,7 @@ from hf_compressopt.grad_compression import check_state
 from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
 from hf_compressopt.optim import options
 from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads, write_log
-from hf_compressopt.optim.group import (
-    STATE,
-    ExtraState,
-    GroupState,
-    ParamGroups,
-    by_communicator,
-    follow_moments,
-    mean_variance_norm,
-)
+from hf_compressopt.optim.group import STATE, ExtraState, GroupState, ParamGroups, by_communicator, mean_variance_norm
 from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.math import evaluate, in_float32
 from hf_compressopt.optim.sharded import FreedGradients, end_warmup_stage, take_sharded_step
@@ -321,7 +313,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         compressed = [state for state in self._states if state.compressed and not plan.update_variance]
         shared_out = [state for state in self._states if state.moments.shards is not None]
         for state in compressed:
-            state.begin_step(plan)
+            if state.compact and plan.stage.number:
+                state.moments.freeze()
         if gradients is None:
             return self._local_steps(plan, compressed, None)
         for state, grads in zip(self._states, gradients, strict=True):
@@ -370,7 +363,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _end_warmup(self, plan: StepPlan) -> None:
         clipped = 1.0 if self.freed is None else self.freed.clipped
         end_warmup_stage(self._states, self._bias_counts, self.variance_floor, clipped)
-        follow_moments(self.state.values())
+        for state in self._states:
+            self._show_moments(state)
         sent, norm = self._after_the_switch
         norm = ESTIMATE if self._consensus.clip == "sketch" else norm
         told = "with one rank nothing is sent, and so nothing is compressed"
@@ -581,19 +575,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
             known = (s.communicator for s in self._states if s.device == device)
             same = next((found for found in known if found.process_group is own), None)
             ranks = same or make_communicator(process_group=own, device=device, **self._chosen)
-        state = GroupState(
-            group,
-            len(self._states),
-            bucket_numel=self.bucket_numel,
-            scale_block=self.scale_block,
-            compact=self.compact,
-            communicator=ranks,
-            extras=self.extra_state,
-            own_rank=None if own is None else self.communicator.rank,
-            shared_out=self.zero_stage > 0,
-        )
+        state = GroupState(group, self, ranks, None if own is None else self.communicator.rank)
         self._states.append(state)
-        self.state.update(state.torch_states())
+        self._show_moments(state)
         self._consensus.comparison.checked = False
 
     def _follow_parameters(self) -> None:
@@ -602,8 +586,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
             if state.params and state.params[0].device != state.device:
                 state.to(state.params[0].device)
                 self.communicator.device = state.communicator.device = state.device
-                self.state.update(state.torch_states())
+                self._show_moments(state)
                 self._consensus.comparison.checked = False
+
+    def _show_moments(self, state: GroupState) -> None:
+        """Show the moments of a param group in ``self.state``, in the form that they have now."""
+        self.state.update({param: state.torch_state(index) for index, param in enumerate(state.params)})
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
@@ -658,11 +646,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _before_load(self) -> None:
         """Put everything where a checkpoint is read to; this class has it there."""
 
-    @contextmanager
-    def state_in_shards(self) -> Iterator[None]:
+    def state_in_shards(self) -> AbstractContextManager[None]:
         """Inside, ``state_dict()`` is a small stub and ``load_state_dict()`` does nothing: the state is in shards."""
-        with switched(self, "_in_shards", True):
-            yield
+        return switched(self, "_in_shards", True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's full local state, errors included, in tensors and primitives. No collective call."""
@@ -688,13 +674,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _state_loaded(self) -> None:
         """Update everything that is derived from the state. In the warmup stage every parameter moves."""
         self._consensus.comparison.checked = False
-        follow_moments(self.state.values())
         self.early_messages.state_loaded()
         for state in self._states:
+            self._show_moments(state)
+            state.still = [False] * len(state.params)
             if self.plan.stage.number:
                 state.find_still()
-            else:
-                state.still = [False] * len(state.params)
 
     # -- numbers and words ---------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_not
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from hf_compressopt.kernels.compact import NO_TOP, ZERO_CODE, decode_variance, e
 from hf_compressopt.kernels.memory import dense_values, numbers_on, reads_at_once
 from hf_compressopt.kernels.messages import travels_in_full
 from hf_compressopt.optim.math import adam_step_, correct_bias_, floor_variance_, sum_of
-from hf_compressopt.schedules import StepPlan
+
+if TYPE_CHECKING:
+    from hf_compressopt.optim.base import CompressedOptimizer
 
 #: The entry of ``optimizer.state`` that holds this rank's part of a parameter's moments.
 PIECES = "pieces"
@@ -160,9 +162,8 @@ class Moments:
         if self.codes.numel() or not self._layout.numel:
             return
         codes = self.exp_avg_sq.view(torch.uint8)[: self._layout.numel]
-        tops = []
-        for start, numel in zip(self._layout.starts, self._layout.numels, strict=True):
-            tops.append(encode_variance_(self.exp_avg_sq[start : start + numel], codes[start : start + numel]))
+        rows = zip(self._by_parameter(self.exp_avg_sq), self._by_parameter(codes), strict=True)
+        tops = [encode_variance_(variance, place) for variance, place in rows]
         self.tops.copy_(torch.tensor(tops, dtype=torch.int32, device="cpu"))
         self.codes, self.exp_avg_sq, self.adam = codes, self.exp_avg_sq[:0], None
 
@@ -185,11 +186,18 @@ class Moments:
 
     def in_float32(self, bucket: Bucket) -> Tensor:
         """Return float32 memory for the new momentum of a bucket, whose messages do not take its place any more."""
-        if self.exp_avg.numel() != self._layout.numel:
-            self.exp_avg = self.exp_avg.new_zeros(self._layout.numel)
+        self.exp_avg = self._whole(self.exp_avg)
         self.last.pop(bucket.start, None)
         self._recent = None
         return self.exp_avg[bucket.start : bucket.stop]
+
+    def _by_parameter(self, whole: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(whole, list(self._layout.numels))
+
+    def _whole(self, moment: Tensor) -> Tensor:
+        """Return a buffer of all elements: this one, or zeros."""
+        numel = self._layout.numel
+        return moment if moment.numel() == numel else moment.new_zeros(numel)
 
     def momentum(self, bucket: Bucket) -> Average:
         """Return the momentum of a bucket, as values or as messages."""
@@ -224,18 +232,15 @@ class Moments:
 
     def decode(self, *, momentum: bool = True, variance: bool = True) -> None:
         """Write what lies in a compact form into float32 buffers: into those that are still there, or into new ones."""
-        numel, places = self._layout.numel, [*zip(self._layout.starts, self._layout.numels, strict=True)]
         if momentum and self.last:
-            if self.exp_avg.numel() != numel:
-                self.exp_avg = self.exp_avg.new_zeros(numel)
-            for index, ((start, count), varies) in enumerate(zip(places, self.with_variance(), strict=True)):
-                self.exp_avg[start : start + count] = self.exp_avg_of(index, still=not varies)
+            self.exp_avg, varies = self._whole(self.exp_avg), self.with_variance()
+            for index, part in enumerate(self._by_parameter(self.exp_avg)):
+                part.copy_(self.exp_avg_of(index, still=not varies[index]))
             self.last, self._recent = {}, None
         if variance and self.codes.numel():
-            if self.exp_avg_sq.numel() != numel:
-                self.exp_avg_sq = self.exp_avg_sq.new_zeros(numel)
-            for index, (start, count) in enumerate(places):
-                self.exp_avg_sq[start : start + count] = self.exp_avg_sq_of(index)
+            self.exp_avg_sq = self._whole(self.exp_avg_sq)
+            for index, part in enumerate(self._by_parameter(self.exp_avg_sq)):
+                part.copy_(self.exp_avg_sq_of(index))
             self.codes = self.codes.new_empty(0)
 
     # -- one parameter's ----------------------------------------------------------------------------------------------
@@ -296,13 +301,6 @@ class ParameterState(dict[str, Any]):
         super().__init__(dict.fromkeys(read()))
         self._read = read
 
-    def follow(self) -> None:
-        """Take the names of the form that the moments have now."""
-        names = self._read()
-        if not names.keys() <= super().keys():
-            super().clear()
-            super().update(dict.fromkeys(names))
-
     def __getitem__(self, name: str) -> Any:
         readers = self._read()
         return readers[name]() if name in readers else super().__getitem__(name)
@@ -334,13 +332,6 @@ class ParameterState(dict[str, Any]):
         return ParameterState(deepcopy(self._read, memo))
 
 
-def follow_moments(entries: Iterable[Any]) -> None:
-    """Have entries of ``optimizer.state`` follow moments that have taken another form."""
-    for entry in entries:
-        if isinstance(entry, ParameterState):
-            entry.follow()
-
-
 @dataclass(frozen=True)
 class ExtraState:
     """A state tensor that an algorithm has beyond Adam's two moments, by its name in ``optimizer.state``."""
@@ -358,18 +349,12 @@ class GroupState:
     def __init__(
         self,
         options: dict[str, Any],
-        number: int,
-        *,
-        bucket_numel: int,
-        scale_block: int | None,
+        optimizer: CompressedOptimizer,
         communicator: Communicator,
-        compact: bool = False,
-        extras: Sequence[ExtraState] = (),
-        own_rank: int | None = None,
-        shared_out: bool = False,
+        own_rank: int | None,
     ) -> None:
-        self.options, self.number = options, number
-        given = options.get("param_names", [f"group{number}.{i}" for i in range(len(options["params"]))])
+        self.options, self.number = options, len(optimizer._states)
+        given = options.get("param_names", [f"group{self.number}.{i}" for i in range(len(options["params"]))])
         named = {p: name for p, name in zip(options["params"], given, strict=True) if p.requires_grad}
         self.params, self.names = list(named), list(named.values())  # a tensor given twice counts once
         self.labels = list(self.names)  # for messages; names are for checkpoints
@@ -377,18 +362,19 @@ class GroupState:
             self.labels = [f"{name} of shape {list(p.shape)}" for p, name in named.items()]
         self.compressed = compressed = not options["non_freeze"]  # ever, and so with errors and extras
         self.in_full = [travels_in_full(p) for p in self.params]  # beside messages of integers
-        self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
+        self.layout = FlatLayout.build([p.numel() for p in self.params], optimizer.bucket_numel)
         # among all ranks, if the param group has a process group of its own, so that others may hold other parameters
         self.communicator, self.own_rank = communicator, own_rank
         device = self.params[0].device if self.params else communicator.device
-        self.compact = compact and compressed
-        self.form = SignFormat(scale_block)
-        self.shared_out = shared_out and compressed and own_rank is None and communicator.world_size > 1
+        self.compact = optimizer.compact and compressed
+        self.form = SignFormat(optimizer.scale_block)
+        together = compressed and own_rank is None and communicator.world_size > 1
+        self.shared_out = optimizer.zero_stage > 0 and together
         self.moments = Moments(self.layout, device, self.room_for_shards(device))
         self.errors = GroupErrors(self.layout, communicator, device, compact=self.compact, used=compressed)
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")  # that each parameter has seen
         self.still = [False] * len(self.params)  # which do not move after the warmup stage; see find_still()
-        self.extras = tuple(extra for extra in extras if compressed or extra.always)
+        self.extras = tuple(extra for extra in optimizer.extra_state if compressed or extra.always)
         self.own_params: list[Tensor] | None = None  # this rank's, while others stand in their place
         self.extra, self.group_extra = dict[str, Tensor](), dict[str, Tensor]()
         for extra in self.extras:
@@ -422,11 +408,6 @@ class GroupState:
         if not self.shared_out:
             return None
         return MomentShards(self.layout, self.communicator, device or self.device, self.in_full)
-
-    def begin_step(self, plan: StepPlan) -> None:
-        """Encode the variance before the first step in which it is frozen, if it is to lie in 8 bits."""
-        if self.compact and plan.stage.number:
-            self.moments.freeze()
 
     def end_compressed_step(self) -> None:
         """Drop what a compressed step has used up."""
@@ -480,9 +461,6 @@ class GroupState:
         shape = tuple(self.params[index].shape)
         extras = {e.name: shape if e.per == "element" else () for e in self.extras if e.per != "group"}
         return {"step": (), "exp_avg": shape, "exp_avg_sq": shape, **extras}
-
-    def torch_states(self) -> dict[Tensor, dict[str, Any]]:
-        return {param: self.torch_state(index) for index, param in enumerate(self.params)}
 
     def find_still(self, largest: Sequence[float] | None = None) -> None:
         """Find the parameters that do not move after the warmup stage, since none of their elements has a variance."""

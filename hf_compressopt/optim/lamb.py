@@ -35,14 +35,7 @@ from hf_compressopt.kernels import Average, Combination, LambMoments, LambOption
 from hf_compressopt.optim.agreement import Grads
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import ExtraState, GroupState, has_own_groups
-from hf_compressopt.optim.math import (
-    advance_moments_,
-    apply_update_,
-    corrected_moments,
-    denominator,
-    evaluate,
-    trust_ratio,
-)
+from hf_compressopt.optim.math import adam_fraction, advance_moments_, apply_update_, evaluate, trust_ratio
 from hf_compressopt.optim.options import check_at_least, check_last_group
 from hf_compressopt.schedules import Schedule, StepPlan
 
@@ -159,8 +152,8 @@ class Lamb(torch.optim.Optimizer):
 
 def _lamb_update(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
     """Return LAMB's update of a tensor or of a part of one, before the trust ratio: float32, shaped like param."""
-    m_hat, v_hat = corrected_moments(exp_avg, exp_avg_sq, step, group)
-    update = m_hat / denominator(v_hat, group["eps"], group["eps_inside_sqrt"])
+    m_hat, denominator = adam_fraction(exp_avg, exp_avg_sq, step, group)
+    update = m_hat / denominator
     if group["weight_decay"] != 0:
         update.add_(param, alpha=group["weight_decay"])
     return update

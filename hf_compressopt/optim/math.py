@@ -40,11 +40,6 @@ def in_float32(number: float) -> float:
     return c_float(number).value
 
 
-def denominator(variance: Tensor, eps: float, eps_inside_sqrt: bool) -> Tensor:
-    """Return sqrt(v) + eps, or sqrt(v + eps), as a new tensor."""
-    return variance.add(eps).sqrt_() if eps_inside_sqrt else variance.sqrt().add_(eps)
-
-
 def adam_step_(
     tensors: AdamTensors, group: dict[str, Any], *, fused: bool = False, plan: AdamPlan | None = None
 ) -> AdamPlan | None:
@@ -68,9 +63,8 @@ def adam_step_(
     else:
         for p, g, m, v, step in zip(wide, grads, *moments, steps, strict=True):
             advance_moments_(g, m, v, step, group)
-            m_hat, v_hat = corrected_moments(m, v, step, group)
             p.mul_(1 - float(lr) * group["weight_decay"])
-            p.addcdiv_(m_hat, denominator(v_hat, group["eps"], group["eps_inside_sqrt"]), value=-float(lr))
+            p.addcdiv_(*adam_fraction(m, v, step, group), value=-float(lr))
     for p, result in zip(params, wide, strict=True):
         if p is not result:
             p.copy_(result)
@@ -123,14 +117,13 @@ def advance_moments_(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Te
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
 
-def corrected_moments(
-    exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, group: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Return m^ and v^ after ``step`` steps: new tensors, or without bias correction the moments themselves."""
-    if not group["bias_correction"]:
-        return exp_avg, exp_avg_sq
-    (beta1, beta2), count = group["betas"], float(step)
-    return exp_avg / (1 - beta1**count), exp_avg_sq / (1 - beta2**count)
+def adam_fraction(exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return m^ and sqrt(v^) + eps, or sqrt(v^ + eps), after ``step`` steps: Adam's direction is their quotient."""
+    if group["bias_correction"]:
+        (beta1, beta2), count = group["betas"], float(step)
+        exp_avg, exp_avg_sq = exp_avg / (1 - beta1**count), exp_avg_sq / (1 - beta2**count)
+    eps = group["eps"]
+    return exp_avg, exp_avg_sq.add(eps).sqrt_() if group["eps_inside_sqrt"] else exp_avg_sq.sqrt().add_(eps)
 
 
 def trust_ratio(weight_square: Tensor, update_square: Tensor, low: float, high: float) -> Tensor:

@@ -88,20 +88,16 @@ def check_group(group: dict[str, Any], number: int) -> None:
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise ValueError(f"{name} must be False, got {group[name]} in param group {number}")
-    _check_params(group["params"], number)
-    if (mask := group.get("exp_avg_mask")) is not None:
-        check_mask(mask, group["params"], number)
-
-
-def _check_params(params: list[Tensor], number: int) -> None:
-    for param in params:
+    for param in group["params"]:
         if is_shard(param):
             raise TypeError(
                 f"parameters must be whole tensors, got shards of FSDP or tensor parallelism in param group {number}: "
                 "compressed optimizers need DistributedDataParallel; use an ordinary optimizer with FSDP"
             )
         check_parameter(param, DTYPES, number)
-        _check_device(param, params[0], number)
+        _check_device(param, group["params"][0], number)
+    if (mask := group.get("exp_avg_mask")) is not None:
+        check_mask(mask, group["params"], number)
 
 
 def _check_device(param: Tensor, first: Tensor, number: int) -> None:

@@ -282,12 +282,14 @@ def _matching_rows(
 
 
 def _check_errors(optimizer: CompressedOptimizer, own: dict[str, Any]) -> None:
-    ranks, node_size = optimizer.communicator, optimizer.communicator.topology.node_size
-    saved_of = {"world_size": own["world_size"], NODE_SIZE: own.get(NODE_SIZE, 1)}
-    for (name, saved), mine in zip(saved_of.items(), (ranks.world_size, node_size), strict=True):
+    ranks = optimizer.communicator
+    for name, saved, mine in (
+        ("world_size", own["world_size"], ranks.world_size),
+        (NODE_SIZE, own.get(NODE_SIZE, 1), ranks.topology.node_size),
+    ):
         if saved != mine:
             raise ValueError(
-                f"the state dict was saved with {name}={saved}, this run has {mine}: resume on as many ranks and in "
+                f"the state dict was saved with {name}={saved}, this one has {mine}: resume on as many ranks and in "
                 "the same topology, or use hf_compressopt.save_state and load_state, which work on any ranks and nodes"
             )
     if own["rank"] != ranks.rank and not all(map(is_zero, [*own["worker_error"], *own["server_error"]])):

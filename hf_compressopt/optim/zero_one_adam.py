@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -30,7 +30,7 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.flat import Bucket
-from hf_compressopt.kernels import AdamUpdate, Average, Combination, Descent, LocalUpdate, ParameterSync
+from hf_compressopt.kernels import AdamUpdate, Average, Combination, LocalUpdate, ParameterSync
 from hf_compressopt.optim.agreement import Grads, digest_of, write_log
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import ExtraState, GroupState
@@ -305,8 +305,10 @@ class ZeroOneAdam(CompressedOptimizer):
             state.extra["variance_steps"][index] += 1
         corrections, how = _corrections(state, counted=True), state.descent()
         for bucket in state.layout.buckets:
-            momentum = Average.of(state.exp_avg[bucket.start : bucket.stop])
-            _descend(state, bucket, momentum, how, beta=1.0, corrections=corrections, moving=with_grad)
+            exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.variance(bucket)
+            with state.parameter_segments(bucket, with_grad) as params:
+                update = AdamUpdate(Average.of(exp_avg), exp_avg, variance, params, how, 1.0, corrections)
+                kernels.on(state.device).apply_adam_(update)  # (3)
 
     def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
         return state.steps.tolist(), state.extra["variance_steps"].tolist()
@@ -344,17 +346,16 @@ class ZeroOneAdam(CompressedOptimizer):
             super()._compressed_step(plan, states, gradients)
 
     def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
-        if plan.stage is not Stage.LOCAL_STEP:
-            beta1, _ = state.options["betas"]
-            bounded, corrections = self._descents[state.number], self._divisors[state.number]
-            _descend(state, bucket, average, bounded, beta=1 - beta1, corrections=corrections)  # (1), (2), (3)
-            return
-        flat, decayed = slice(bucket.start, bucket.stop), self._descents[state.number]
-        lr_sum, _ = _since_sync(state)
-        m, anchor, u = state.exp_avg[flat], state.extra["anchor"][flat], state.extra["local_update"][flat]
+        flat, how, on = slice(bucket.start, bucket.stop), self._descents[state.number], kernels.on(state.device)
+        m, variance = state.exp_avg[flat], state.variance(bucket)
         with state.parameter_segments(bucket) as params:
-            update = ParameterSync(average, m, anchor, state.variance(bucket), u, params, lr_sum, decayed)
-            kernels.on(state.device).sync_parameters_(update)  # (6), (7)
+            if plan.stage is not Stage.LOCAL_STEP:
+                beta, corrections = 1 - state.options["betas"][0], self._divisors[state.number]
+                on.apply_adam_(AdamUpdate(average, m, variance, params, how, beta, corrections))  # (1), (2), (3)
+            else:
+                anchor, u = state.extra["anchor"][flat], state.extra["local_update"][flat]
+                update = ParameterSync(average, m, anchor, variance, u, params, _since_sync(state)[0], how)
+                on.sync_parameters_(update)  # (6), (7)
 
     # -- local-step stage ---------------------------------------------------------------------------------------------
 
@@ -468,24 +469,6 @@ class ZeroOneAdam(CompressedOptimizer):
     def _before_load(self) -> None:
         """Put each rank's own parameters back: what is loaded goes into these."""
         self._interval.put_back()
-
-
-def _descend(
-    state: GroupState,
-    bucket: Bucket,
-    average: Average,
-    how: Descent,
-    *,
-    beta: float,
-    corrections: Tensor,
-    moving: Container[int] | None = None,
-) -> None:
-    """Take the update of the variance stage, (3)."""
-    exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.exp_avg_sq[bucket.start : bucket.stop]
-    with state.parameter_segments(bucket, moving) as params:
-        kernels.on(state.device).apply_adam_(
-            AdamUpdate(average, exp_avg, variance, params, how, beta=beta, corrections=corrections)
-        )
 
 
 def _corrections(state: GroupState, counted: bool) -> Tensor:
