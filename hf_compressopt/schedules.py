@@ -238,12 +238,11 @@ class FreezeDetector:
     """The search for the step at which the variance is stable (1-bit Adam, arXiv 2102.02888, section 4.3).
 
     With a the 1-norm of the bias-corrected second moment now and b the same D = 1/(1 - beta2) steps ago, the variance
-    is stable at the first step at which the learning rate rises no more and min(a/b, b/a) >= ``threshold``, at
+    is stable at the first step at which the learning rate rises no more and min(a/b, b/a) reaches a threshold, at
     ``last_step`` at the latest. ``history`` has D norms, in a ring, and the last learning rate behind them.
     """
 
     history: Any  # numbers in a row, such as a 1-D float64 tensor on the CPU
-    threshold: float
     last_step: int
 
     @staticmethod

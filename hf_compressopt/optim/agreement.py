@@ -17,6 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
@@ -177,41 +178,35 @@ class MeanNorm:
 Grads = list[list["Tensor | None"]]  # one list per param group, one entry per trainable parameter
 
 
+@dataclass(eq=False)
 class StepGradients:
     """The gradients of one step, and what is wrong with them."""
 
-    def __init__(
-        self,
-        states: Sequence[GroupState],
-        groups: Grads,
-        fault: Exception | None,
-        communicator: Communicator,
-        *,
-        ask: bool,
-    ) -> None:
-        self.states = states
-        self.groups = groups  # one entry per trainable parameter, None without gradient; empty if they are no such list
-        self.others: list[Tensor] = []  # parameters without state, which belong to all ranks
-        self.fault = fault  # to raise on this rank
-        self.ask = ask  # whether the ranks must agree on the norm, since some gradients are each rank's own
-        self.left: frozenset[int] = frozenset()  # ids of gradients that are in messages already: they are not clipped
-        self.freed: FreedGradients | None = None  # sent and freed gradients, beside those of the groups
-        # the squared norm of averaged gradients, of local ones the mean over ranks of their squared norms: alike on all
-        # ranks, and not finite if an element is not, or is too large for its square; [] float64 until the host reads it
-        self.square: float | Tensor
-        self.measured_signature: tuple[tuple[int, int], ...] | None = None
-        self._communicator = communicator
-        self._local_squares: dict[float, Tensor] | None = None
+    states: Sequence[GroupState]
+    groups: Grads  # one entry per trainable parameter, None without gradient; empty if they are no such list
+    fault: Exception | None  # to raise on this rank
+    communicator: Communicator
+    ask: bool  # whether the ranks must agree on the norm, since some gradients are each rank's own
+    others: Sequence[Tensor] = ()  # parameters without state, which belong to all ranks
+    left: frozenset[int] = frozenset()  # ids of gradients that are in messages already: they are not clipped
+    freed: FreedGradients | None = None  # sent and freed gradients, beside those of the groups
+    # the squared norm of averaged gradients, of local ones the mean over ranks of their squared norms: alike on all
+    # ranks, and not finite if an element is not, or is too large for its square; [] float64 until the host reads it
+    square: float | Tensor = math.nan
+    measured_signature: tuple[tuple[int, int], ...] | None = None
+    squares: dict[float, Tensor] | None = None
 
     @classmethod
     def collect(
         cls, states: Sequence[GroupState], given: Iterable[Any] | None, communicator: Communicator, *, ask: bool
     ) -> StepGradients:
         flat = [param for state in states for param in state.options["params"]]
-        try:
-            grads = [p.grad for p in flat] if given is None else _flatten(given, len(flat))
-        except ValueError as error:
-            return cls(states, [], error, communicator, ask=ask)
+        grads = [p.grad for p in flat] if given is None else list(given)
+        if grads and all(isinstance(entry, (list, tuple)) for entry in grads):  # one list per param group
+            grads = list(chain.from_iterable(grads))
+        if len(grads) != len(flat):
+            what = f"grads must hold one gradient (or None) per parameter, {len(flat)} in all, got {len(grads)}"
+            return cls(states, [], ValueError(what), communicator, ask)
         by_param = dict(zip(map(id, flat), grads, strict=True))
         groups = [[by_param.pop(id(p)) for p in state.params] for state in states]
         fault: Exception | None = None
@@ -222,7 +217,7 @@ class StepGradients:
             )
         for state, mine in zip(states, groups, strict=True):
             fault = fault or find_fault(state.params, mine, state.labels)
-        return cls(states, groups, fault, communicator, ask=ask)
+        return cls(states, groups, fault, communicator, ask)
 
     def present(self) -> list[Tensor]:
         grads = chain(chain.from_iterable(self.groups), (param.grad for param in self.others))
@@ -244,32 +239,30 @@ class StepGradients:
         groups: Grads = []
         for state, grads in zip(self.states, self.groups, strict=False):
             groups.append([g if id(p) in chosen else None for p, g in zip(state.params, grads, strict=True)])
-        part = StepGradients(self.states, groups, self.fault, self._communicator, ask=self.ask)
-        part.others = [p for p in params if id(p) not in known]
-        part.left, part.freed = self.left, self.freed
-        return part
+        others = [p for p in params if id(p) not in known]
+        return replace(self, groups=groups, others=others, squares=None)
 
     def local_squares(self) -> dict[float, Tensor]:
         """Return the sums of squares of this rank's gradients, [] float64, by their group's share. Computed once."""
-        if self._local_squares is None:
+        if self.squares is None:
             by_share: dict[float, list[Tensor]] = {}
             for state, grads in zip(self.states, self.groups, strict=True):
                 share = 1 / state.communicator.world_size
                 by_share.setdefault(share, []).extend(grad for grad in grads if grad is not None)
             others = [param.grad for param in self.others if param.grad is not None]
             if others:
-                by_share.setdefault(1 / self._communicator.world_size, []).extend(others)
-            device = self._communicator.device
-            self._local_squares = {share: sum_of_squares(grads, device) for share, grads in by_share.items()}
+                by_share.setdefault(1 / self.communicator.world_size, []).extend(others)
+            device = self.communicator.device
+            self.squares = {share: sum_of_squares(grads, device) for share, grads in by_share.items()}
             for share, square in {} if self.freed is None else self.freed.squares().items():
-                self._local_squares[share] = self._local_squares.get(share, 0) + square
-        return self._local_squares
+                self.squares[share] = self.squares.get(share, 0) + square
+        return self.squares
 
     def reuse(self, measured: StepGradients | None) -> bool:
         """Reuse the local sums of squares of gradients that were measured before, if they are the same gradients."""
         same = measured is not None and measured.measured_signature == self.signature()
         if measured is not None and same:
-            self._local_squares = measured._local_squares
+            self.squares = measured.squares
         return same
 
     def is_usable(self) -> bool:
@@ -278,7 +271,7 @@ class StepGradients:
 
     def weighted_square(self, weight: Callable[[float], float]) -> Tensor:
         """Return the sum of this rank's squares, [] float64, weighted by a function of their group's share."""
-        square = torch.zeros((), dtype=torch.float64, device=self._communicator.device)
+        square = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         for share, local in self.local_squares().items() if self.fault is None else ():
             square = square + local * weight(share)
         return square
@@ -310,10 +303,10 @@ class StepGradients:
             if self.freed is not None:
                 self.freed.scale_(float(factor))
             if self.left:
-                self._local_squares = None
+                self.squares = None
             else:
                 self.square = self.square if isinstance(self.square, Tensor) else self.square * float(factor) ** 2
-                self._local_squares = {share: local * factor**2 for share, local in self.local_squares().items()}
+                self.squares = {share: local * factor**2 for share, local in self.local_squares().items()}
         self.measured_signature = self.signature()
         return norm
 
@@ -334,16 +327,6 @@ def _scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
 def _times(grad: Tensor, factor: float | Tensor) -> Tensor:
     """Return the product, rounded once also if the factor is on the device."""
     return grad * factor if isinstance(factor, float) else (grad.float() * factor.float()).to(grad.dtype)
-
-
-def _flatten(grads: Iterable[Any], count: int) -> list[Tensor | None]:
-    """Gradients handed to ``step(grads=...)`` as one list: per parameter, or per group a list of these."""
-    given = list(grads)
-    if given and all(isinstance(entry, (list, tuple)) for entry in given):
-        given = list(chain.from_iterable(given))
-    if len(given) != count:
-        raise ValueError(f"grads must hold one gradient (or None) per parameter, {count} in all, got {len(given)}")
-    return given
 
 
 def find_fault(params: Sequence[Tensor], grads: Sequence[Tensor | None], names: Sequence[str]) -> Exception | None:
@@ -579,7 +562,7 @@ class Consensus:
         self._agree(gradients, plan, part, sketched=True)
         norm = part.clip_(max_norm, in_place=True)
         if part is not gradients:  # those are finite as before, but their norm is another one
-            gradients._local_squares = None
+            gradients.squares = None
             gradients.measured_signature = gradients.signature()
         self.measured = gradients
         if self.early.enabled:
@@ -683,7 +666,7 @@ class Consensus:
         if gradients.freed is not None:
             gradients.freed.contribute(mean)
         if gradients.fault is None:
-            part._local_squares = mean.squares
+            part.squares = mean.squares
         return mean
 
     def compare_at_sync(self, written: Tensor, digests: Sequence[int | Tensor]) -> tuple[bool, bool, list[bool]]:

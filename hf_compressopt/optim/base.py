@@ -363,8 +363,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _end_warmup(self, plan: StepPlan) -> None:
         clipped = 1.0 if self.freed is None else self.freed.clipped
         end_warmup_stage(self._states, self._bias_counts, self.variance_floor, clipped)
-        for state in self._states:
-            self._show_moments(state)
+        self._follow_moments()
         sent, norm = self._after_the_switch
         norm = ESTIMATE if self._consensus.clip == "sketch" else norm
         told = "with one rank nothing is sent, and so nothing is compressed"
@@ -517,7 +516,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 message = "freeze_step=%d freezes a variance that has learnt little: it is %s. The loss may suffer; "
                 self._log(logging.WARNING, message + "'auto' waits longer", step, ", and ".join(reasons))
             return plan.ends_stage
-        detector = FreezeDetector(self._tensors[HISTORY], threshold, schedule.last_warmup_step)
+        detector = FreezeDetector(self._tensors[HISTORY], schedule.last_warmup_step)
         norm = 0.0
         if detector.needs_norm(step):
             norm = mean_variance_norm(self._states, self._bias_counts, self.communicator)
@@ -590,8 +589,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 self._consensus.comparison.checked = False
 
     def _show_moments(self, state: GroupState) -> None:
-        """Show the moments of a param group in ``self.state``, in the form that they have now."""
         self.state.update({param: state.torch_state(index) for index, param in enumerate(state.params)})
+
+    def _follow_moments(self) -> None:
+        """Let ``self.state`` show moments that have taken another form."""
+        for param in chain.from_iterable(state.params for state in self._states if state.compact):
+            self.state[param].follow()
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
@@ -674,9 +677,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _state_loaded(self) -> None:
         """Update everything that is derived from the state. In the warmup stage every parameter moves."""
         self._consensus.comparison.checked = False
+        self._follow_moments()
         self.early_messages.state_loaded()
         for state in self._states:
-            self._show_moments(state)
             state.still = [False] * len(state.params)
             if self.plan.stage.number:
                 state.find_still()

@@ -301,6 +301,13 @@ class ParameterState(dict[str, Any]):
         super().__init__(dict.fromkeys(read()))
         self._read = read
 
+    def follow(self) -> None:
+        """Take the names of the form that the moments have now."""
+        names = self._read()
+        if not names.keys() <= super().keys():
+            super().clear()
+            super().update(dict.fromkeys(names))
+
     def __getitem__(self, name: str) -> Any:
         readers = self._read()
         return readers[name]() if name in readers else super().__getitem__(name)
@@ -347,11 +354,7 @@ class GroupState:
     """One param group: its options and the state of its trainable parameters, allocated at once, alike on all ranks."""
 
     def __init__(
-        self,
-        options: dict[str, Any],
-        optimizer: CompressedOptimizer,
-        communicator: Communicator,
-        own_rank: int | None,
+        self, options: dict[str, Any], optimizer: CompressedOptimizer, communicator: Communicator, own_rank: int | None
     ) -> None:
         self.options, self.number = options, len(optimizer._states)
         given = options.get("param_names", [f"group{self.number}.{i}" for i in range(len(options["params"]))])

@@ -38,6 +38,8 @@ from hf_compressopt.optim.math import advance_moments_, bit_sum
 from hf_compressopt.optim.options import check_at_least
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
 
+logger = logging.getLogger(__name__)
+
 
 class LocalInterval:
     """Averages over the ranks' parameters, and a watch for parameters that someone else has written.
@@ -215,9 +217,6 @@ def _average_(tensor: Tensor, state: GroupState) -> None:
     state.communicator.all_reduce(tensor).wait()
 
 
-logger = logging.getLogger(__name__)
-
-
 class ZeroOneAdam(CompressedOptimizer):
     """Adam that updates its variance less and less often, and then lets the ranks step alone between 1-bit syncs.
 
@@ -292,7 +291,8 @@ class ZeroOneAdam(CompressedOptimizer):
         }
         super().__init__(params, lr, **options)
         self._interval = LocalInterval(self._states, self.traffic)
-        self._divisors: dict[int, Tensor] = {}  # of the step under way, by param group
+        self._divisors: dict[int, Tensor] = {}  # of the step under way, by param group, as the next one
+        self._lr_sums: dict[int, float] = {}
 
     # -- variance stage -----------------------------------------------------------------------------------------------
 
@@ -337,8 +337,8 @@ class ZeroOneAdam(CompressedOptimizer):
             if plan.stage is not Stage.LOCAL_STEP:
                 self._divisors[state.number] = _corrections(state, counted=False)
                 continue
-            lr_sum, decay = _since_sync(state)
-            bound = (self.max_update or math.inf) * lr_sum
+            self._lr_sums[state.number], decay = _since_sync(state)
+            bound = (self.max_update or math.inf) * self._lr_sums[state.number]
             self._descents[state.number] = replace(state.descent(), decay=decay, bound=bound)
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
@@ -354,7 +354,7 @@ class ZeroOneAdam(CompressedOptimizer):
                 on.apply_adam_(AdamUpdate(average, m, variance, params, how, beta, corrections))  # (1), (2), (3)
             else:
                 anchor, u = state.extra["anchor"][flat], state.extra["local_update"][flat]
-                update = ParameterSync(average, m, anchor, variance, u, params, _since_sync(state)[0], how)
+                update = ParameterSync(average, m, anchor, variance, u, params, self._lr_sums[state.number], how)
                 on.sync_parameters_(update)  # (6), (7)
 
     # -- local-step stage ---------------------------------------------------------------------------------------------
@@ -420,14 +420,13 @@ class ZeroOneAdam(CompressedOptimizer):
         return self._interval.is_apart()
 
     def own_parameters_restorer(self) -> Callable[[], None]:
-        if self.last_plan.stage is not Stage.LOCAL_STEP:
-            return super().own_parameters_restorer()
-        own = [(param, param.detach().clone()) for state in self._states if state.compressed for param in state.params]
+        states = [state for state in self._states if state.compressed and self.last_plan.stage is Stage.LOCAL_STEP]
+        own = [(param, param.detach().clone()) for state in states for param in state.params]
 
+        @torch.no_grad()
         def restore() -> None:
-            with torch.no_grad():
-                for param, value in own:
-                    param.copy_(value)
+            for param, value in own:
+                param.copy_(value)
 
         return restore
 
