@@ -81,9 +81,9 @@ class Training:
         states = [local(v) for row in self.optimizer.state.values() for v in row.values() if isinstance(v, Tensor)]
         if isinstance(self.optimizer, ZeroOptimizer):
             grads += [g.average for g in self.optimizer.partition.reducer.slices if g.average is not None]
-            for bucket, piece in self.optimizer.partition.parts():
-                states += [v for v in bucket.state_of(piece).values() if isinstance(v, Tensor)]
-                states += [] if piece.direct else [piece.tensor]
+            for part in self.optimizer.partition.parts():
+                states += [v for v in part.state.values() if isinstance(v, Tensor)]
+                states += [] if part.direct else [part.tensor]
         elif hasattr(self.optimizer, "optim"):  # ZeroRedundancyOptimizer
             states = [v for row in self.optimizer.optim.state.values() for v in row.values() if isinstance(v, Tensor)]
         return {"parameters": nbytes(params), "gradients": nbytes(grads), "states": nbytes(states)}

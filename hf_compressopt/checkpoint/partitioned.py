@@ -19,7 +19,6 @@ from hf_compressopt.format.index import NODE_SIZE, TensorEntry, name_by_place
 from hf_compressopt.format.plan import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
 from hf_compressopt.kernels import CompactErrors
 from hf_compressopt.optim.options import check_count, check_plain, check_ranks, group_from_plain, plain_group
-from hf_compressopt.zero.low_bit import SliceErrors
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import element_state, write_span
@@ -202,8 +201,7 @@ class _Decoded:
 def error_tensors(partition: PartitionedParameters, called: Sequence[str]) -> Iterator[StateTensor]:
     for gradients in partition.reducer.slices:
         if gradients.errors is not None:
-            kept = gradients.errors.kept
-            yield from _errors_of_slice(partition, called, gradients, partial(_Decoded, kept))
+            yield from _errors_of_slice(partition, called, gradients, partial(_Decoded, gradients.errors))
 
 
 def _errors_of_slice(
@@ -251,7 +249,7 @@ class PartitionedState(State):
         optimizer.partition.require_replicas("save_state()")
         tensors = list(error_tensors(optimizer.partition, called))
         singles: dict[TensorKey, str] = {}
-        for _, part, row in rows_of(optimizer):
+        for part, row in rows_of(optimizer):
             state, shape, name = row.pop("state"), optimizer.partition.tensors[part.param].shape, called[part.param]
             _check_keys(state, optimizer.optimizer_class.__name__)
             whole = {key: state[key] for key in element_state(state, part)} | row
@@ -293,7 +291,7 @@ class PartitionedState(State):
         for gradients in self._optimizer.partition.reducer.slices:
             if gradients.errors is not None and gradients.communicator is self.communicator:
                 found.append(partial(setattr, gradients, "errors", gradients.errors))
-                gradients.make_errors(gradients.errors.form)
+                gradients.make_errors()
         return found
 
     def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
@@ -303,24 +301,24 @@ class PartitionedState(State):
         own = [number for number, group in enumerate(optimizer.param_groups) if group.get("process_group") is not None]
         check_ranks(header.values["world_size"], self.communicator.world_size, own)
         groups = _groups_to_load(optimizer.param_groups, header, names, entries)
-        rows: list[Row] = [(bucket, part, {"state": {}}) for bucket, part in partition.parts()]
+        rows: list[Row] = [(part, {"state": {}}) for part in partition.parts()]
         staged = list(self._staged(rows, called, header, entries))
         wanted = [tensor for _, tensor in staged]
-        ranks, loaded = range(int(header.values["world_size"])), list[tuple[SliceErrors, Tensor]]()
+        ranks, loaded = range(int(header.values["world_size"])), list[tuple[SliceGradients, CompactErrors, Tensor]]()
         for gradients in partition.reducer.slices:
             if gradients.errors is None:
                 continue
-            values = torch.zeros(gradients.errors.kept.numel(), dtype=torch.float32, device="cpu")
-            loaded.append((gradients.errors, values))
+            values = torch.zeros(gradients.errors.numel(), dtype=torch.float32, device="cpu")
+            loaded.append((gradients, gradients.errors, values))
             for error in _errors_of_slice(partition, called, gradients, partial(values.narrow, 0)):
                 if any(str(error.key.of_rank(rank)) in entries for rank in ranks):  # others become zero
                     wanted.append(error)
 
         def commit() -> None:
-            for errors, values in loaded:
-                errors.drop()
-                keep_(errors.kept, values.to(errors.kept.device))
-            for (_, part, row), tensor in staged:
+            for gradients, before, values in loaded:
+                gradients.pending = None
+                keep_(before, values.to(before.device))
+            for (part, row), tensor in staged:
                 key, local = tensor.key, tensor.local
                 if key.kind in (MASTER, REPLICA):
                     row[key.kind] = local
@@ -339,7 +337,7 @@ class PartitionedState(State):
     ) -> Iterator[tuple[Row, StateTensor]]:
         of_parameter = keys_by_parameter(entries)
         for row in rows:
-            bucket, part, _ = row
+            part, _ = row
             name, param = called[part.param], self._optimizer.partition.tensors[part.param]
             keys, master = of_parameter.get(name, []), TensorKey(MASTER, name)
             if part.tensor.dtype != param.dtype and master not in keys and header.values.get("stage") != 0:
@@ -349,7 +347,7 @@ class PartitionedState(State):
                 shape, start, live = entry.shape, 0, None
                 if key.per is Per.ELEMENT:
                     fits, shape, start = shape == tuple(param.shape), (part.span.numel,), part.span.start
-                    live = part.tensor if key.kind == MASTER else bucket.state_of(part).get(key.kind)
+                    live = part.tensor if key.kind == MASTER else part.state.get(key.kind)
                 else:
                     fits = shape == () if key.per is Per.NUMBER else prod(shape) == 1
                 if not fits:
@@ -359,17 +357,17 @@ class PartitionedState(State):
     def _synchronize(self, rows: Sequence[Row], kinds: set[str]) -> None:
         """Give all ranks the parameters that belong to the masters of a checkpoint with these kinds of tensors."""
         partition = self._optimizer.partition
-        direct = MASTER in kinds and any(part.direct and MASTER in row for _, part, row in rows)
+        direct = MASTER in kinds and any(part.direct and MASTER in row for part, row in rows)
         if MASTER not in kinds or not (
             partition.has_replicas or REPLICA in kinds or any(self.communicator.all_gather_object(direct))
         ):
             return
-        for _, part in partition.parts():
+        for part in partition.parts():
             part.write_back(partition.tensors[part.param])
-        for _, part, row in rows:
+        for part, row in rows:
             if REPLICA in row:
                 write_span(partition.tensors[part.param], part.span.start, part.span.stop, row[REPLICA])
         partition.share_parts()
-        for _, part in partition.parts():
+        for part in partition.parts():
             if part.is_ahead:
-                part.note_replica(partition.tensors[part.param])
+                part.expect(part.replica_in(partition.tensors[part.param]))

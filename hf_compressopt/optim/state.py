@@ -83,7 +83,7 @@ def load_groups(
 
 
 @contextmanager
-def switched(owner: object, name: str, value: bool) -> Iterator[None]:
+def switched(owner: object, name: str, value: object) -> Iterator[None]:
     """Set an attribute of an object inside the block, and restore it afterwards."""
     before = getattr(owner, name)
     setattr(owner, name, value)

@@ -25,16 +25,6 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SHORT_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class Precision:
-    """The scaling and rounding of gradients."""
-
-    sent: torch.dtype | None = None  #: On the wire; None is the parameter's.
-    kept: torch.dtype | None = None  #: Of the averages; None is the parameter's.
-    before: float | None = None  #: Factor before gradients are sent; None is 1 / world size if `after` is None, else 1.
-    after: float | None = None  #: Factor of the sum, beside 1 / world size; None leaves the sum as it is.
-
-
 def _said() -> Any:
     return field(init=False, repr=False, compare=False)
 
@@ -109,7 +99,8 @@ class ZeroConfig:
     # what the options say
     reduce_numel: int = _said()  #: Elements of the gradients that are sent at the same time.
     gather_numel: int = _said()  #: Elements of the parameters that are gathered at the same time.
-    precision: Precision = _said()
+    sent: torch.dtype | None = _said()  #: Of gradients on the wire; None is the parameter's.
+    kept: torch.dtype | None = _said()  #: Of the averages; None is the parameter's.
     grad_form: IntegerFormat | None = _said()  #: Of the messages of gradients; None is full precision.
     param_form: IntegerFormat | None = _said()  #: Of the messages of parameters; None is full precision.
     master: torch.dtype = _said()  #: Of the master copies of 16-bit parameters.
@@ -125,28 +116,30 @@ class ZeroConfig:
             if option.init and option.type == "bool" and not isinstance(value := getattr(self, option.name), bool):
                 raise TypeError(f"{option.name} must be True or False, got {value!r}")
         check_at_least("clip_grad", self.clip_grad, 0)
-        master = as_dtype("master_dtype", self.master_dtype) or torch.float32
-        self._check_gradients(master)
+        self._check_sizes()
         self._check_loss_scale()
-        numel = self._checked_numel()
+        cap = 25.0 if self.bucket_cap_mb is None else self.bucket_cap_mb
+        numel = self.reduce_bucket_size or bucket_numel_of(cap)
         vars(self).update(  # once: later the options are frozen
             reduce_numel=numel,
             gather_numel=self.allgather_bucket_size or numel,
-            precision=self._precision(),
-            grad_form=_form(self.grad_compression),
-            param_form=_form(self.param_compression),
-            master=master,
-            kept_state=as_dtype("state_dtype", self.state_dtype),
+            sent=_as_dtype("communication_data_type", self.communication_data_type),
+            kept=_as_dtype("gradient_accumulation_dtype", self.gradient_accumulation_dtype),
+            grad_form=_as_form("grad_compression", self.grad_compression),
+            param_form=_as_form("param_compression", self.param_compression),
+            master=_as_dtype("master_dtype", self.master_dtype) or torch.float32,
+            kept_state=_as_dtype("state_dtype", self.state_dtype),
             transport=resolve_communicator(self.communicator, self.comm_backend_name, False),
             levels=TopologyOptions(self.topology, self.node_size),
             offload=self.offload_optimizer in (True, "cpu"),
         )
+        self._check_gradients()
         if self.offload_optimizer not in (False, None, True, "cpu", "none"):
             raise ValueError(f"offload_optimizer must be True, 'cpu' or False, got {self.offload_optimizer!r}")
         if self.offload:
             require_accelerator("offload_optimizer")
 
-    def _checked_numel(self) -> int:
+    def _check_sizes(self) -> None:
         if self.bucket_cap_mb is not None and self.reduce_bucket_size is not None:
             raise ValueError(
                 f"bucket_cap_mb={self.bucket_cap_mb} (MiB of float32 values) and reduce_bucket_size="
@@ -155,40 +148,28 @@ class ZeroConfig:
         for name in ("reduce_bucket_size", "allgather_bucket_size"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        return self.reduce_bucket_size or bucket_numel_of(25.0 if self.bucket_cap_mb is None else self.bucket_cap_mb)
 
-    def _check_gradients(self, master: torch.dtype) -> None:
+    def _check_gradients(self) -> None:
         factor = self.gradient_predivide_factor
         check_at_least("gradient_predivide_factor", factor, 0)
+        if factor == 0:
+            raise ValueError("gradient_predivide_factor must be > 0, got 0")
         if not self.postscale_gradients and factor != 1.0:
             raise ValueError(
                 f"gradient_predivide_factor={factor} needs postscale_gradients=True: otherwise gradients are divided "
                 "by the number of ranks before the sum"
             )
-        if factor == 0:
-            raise ValueError("gradient_predivide_factor must be > 0, got 0")
-        for name in ("grad_compression", "param_compression"):
-            if getattr(self, name) not in (*FORMATS, "none"):
-                raise ValueError(f"{name} must be one of {[*FORMATS, 'none']}, got {getattr(self, name)!r}")
-        if self.grad_compression != "none" and (self.communication_data_type or self.postscale_gradients):
-            name = "communication_data_type" if self.communication_data_type else "postscale_gradients"
-            raise ValueError(
-                f"{name}={getattr(self, name)} has no effect with grad_compression={self.grad_compression}: gradients "
-                "travel as integers, with scales of their own. Leave one of the two out"
-            )
-        if self.param_compression != "none" and master != torch.float32:
+        for name in ("communication_data_type", "postscale_gradients") if self.grad_form else ():
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has no effect with grad_compression={self.grad_compression}: "
+                    "gradients travel as integers, with scales of their own. Leave one of the two out"
+                )
+        if self.param_form is not None and self.master != torch.float32:
             raise ValueError(
                 f"param_compression={self.param_compression} needs float32 masters, got master_dtype="
                 f"{self.master_dtype}: leave one of the two out"
             )
-
-    def _precision(self) -> Precision:
-        sent = as_dtype("communication_data_type", self.communication_data_type)
-        kept = as_dtype("gradient_accumulation_dtype", self.gradient_accumulation_dtype)
-        if not self.postscale_gradients:
-            return Precision(sent, kept)
-        factor = float(self.gradient_predivide_factor)
-        return Precision(sent, kept, None if factor == 1.0 else 1.0 / factor, factor)
 
     def _check_loss_scale(self) -> None:
         scale, initial, window = self.loss_scale, self.initial_loss_scale, self.loss_scale_window
@@ -211,18 +192,19 @@ class ZeroConfig:
         return config or cls(**own), inner
 
 
-def _form(compression: str) -> IntegerFormat | None:
-    return None if compression == "none" else IntegerFormat(FORMATS[compression])
-
-
 def check_stage(stage: Any) -> None:
     """Raise a ValueError for a stage other than 1 and 2."""
     if isinstance(stage, bool) or stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, got {stage!r}")
 
 
-def as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
-    """Read a floating-point dtype: itself, or a name such as "bf16"; a ValueError for anything else."""
+def _as_form(name: str, compression: Any) -> IntegerFormat | None:
+    if compression not in (*FORMATS, "none"):
+        raise ValueError(f"{name} must be one of {[*FORMATS, 'none']}, got {compression!r}")
+    return None if compression == "none" else IntegerFormat(FORMATS[compression])
+
+
+def _as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
     found = _SHORT_NAMES.get(value, getattr(torch, value, None)) if isinstance(value, str) else value
     if value is not None and found not in DTYPES:
         raise ValueError(f"{name} must be one of 'fp32', 'bf16', 'fp16', a torch dtype, or None, got {value!r}")
@@ -240,32 +222,24 @@ def require_accelerator(what: str) -> None:
 
 # -- optimizers and parameters ----------------------------------------------------------------------------------------
 
-# The optimizers that are known to need more than elements, by class name, and by a part of the name for families.
-_NORM_OF_A_TENSOR = "its update of a tensor takes a norm of the whole tensor: use hf_compressopt.Lamb"
-_MATRICES = "it needs whole matrices: use it without ZeRO, or AdamW here"
-_ROWS_AND_COLUMNS = "it needs whole rows and columns: use it without ZeRO, or AdamW here"
-_STATISTICS = "its update takes statistics over whole tensors or over all of them: use it without ZeRO, or AdamW here"
 _IN_BLOCKS = (
     "it keeps its state in blocks with a scale each, which cannot be cut at any element: use it without ZeRO, or "
     "torch.optim.AdamW here (state_dtype='bf16' makes its state small)"
 )
-_ITSELF = "it partitions by itself: give the class that it wraps"
-_IN_BACKWARD = "it updates during backward: use it without ZeRO"
+#: Names of the optimizers that are known to need more than elements, and why; "~Name" is any name with that part.
 _WHOLE_TENSORS = {
-    **dict.fromkeys(("Muon", "MuonAdamW", "SOAP", "Kron"), _MATRICES),
-    **dict.fromkeys(("Adafactor", "CAME"), _ROWS_AND_COLUMNS),
-    **dict.fromkeys(("Lomo", "AdaLomo"), _IN_BACKWARD),
-    **dict.fromkeys(("LAMB", "Lamb", "FusedLAMB", "LARS"), _NORM_OF_A_TENSOR),
-    **dict.fromkeys(("StableAdamW", "NovoGrad", "AdamP", "SGDP"), _STATISTICS),
-    **dict.fromkeys(("ZeroOptimizer", "ZeroRedundancyOptimizer"), _ITSELF),
+    "Muon MuonAdamW SOAP Kron ~Shampoo ~GaLore ~APOLLO": "it needs whole matrices: use it without ZeRO, or AdamW here",
+    "Adafactor CAME": "it needs whole rows and columns: use it without ZeRO, or AdamW here",
+    "Lomo AdaLomo": "it updates during backward: use it without ZeRO",
+    "LAMB Lamb FusedLAMB LARS": "its update of a tensor takes a norm of the whole tensor: use hf_compressopt.Lamb",
+    "StableAdamW NovoGrad AdamP SGDP ~Prodigy ~DAdapt": (
+        "its update takes statistics over whole tensors or over all of them: use it without ZeRO, or AdamW here"
+    ),
+    "ZeroOptimizer ZeroRedundancyOptimizer": "it partitions by itself: give the class that it wraps",
     "LBFGS": "it needs the whole gradient as one vector: use it without ZeRO",
     "SparseAdam": "it takes sparse gradients, which are not partitioned: use AdamW with sparse=False embeddings",
-}
-_FAMILIES = {
-    **dict.fromkeys(("Prodigy", "DAdapt"), _STATISTICS),
-    **dict.fromkeys(("Shampoo", "GaLore", "APOLLO"), _MATRICES),
-    **dict.fromkeys(("8bit", "4bit", "Fp8"), _IN_BLOCKS),
-    "ScheduleFree": "its train() and eval() exchange whole parameters: use it without ZeRO, or AdamW here",
+    "~8bit ~4bit ~Fp8": _IN_BLOCKS,
+    "~ScheduleFree": "its train() and eval() exchange whole parameters: use it without ZeRO, or AdamW here",
 }
 _NO_FAMILY = "Optimizer8bit"  # the base of all optimizers of bitsandbytes, those of 32 bits too
 
@@ -287,8 +261,7 @@ def check_optimizer_class(optimizer_class: Any, options: Mapping[str, Any] | Non
         name, reason = f"{name} with optim_bits={options['optim_bits']}", _IN_BLOCKS
     elif not issubclass(optimizer_class, Lamb):
         bases = [base.__name__ for base in optimizer_class.__mro__ if base.__name__ != _NO_FAMILY]
-        families = [why for base in bases for part, why in _FAMILIES.items() if part in base]
-        reason = next((_WHOLE_TENSORS[base] for base in bases if base in _WHOLE_TENSORS), next(iter(families), None))
+        reason = next((why for names, why in _WHOLE_TENSORS.items() if _names_any(names.split(), bases)), None)
     if reason:
         raise ValueError(f"{name} cannot be partitioned: {reason}")
     if options.get("percentile_clipping", 100) != 100:
@@ -296,6 +269,10 @@ def check_optimizer_class(optimizer_class: Any, options: Mapping[str, Any] | Non
             f"percentile_clipping must be 100, got {options['percentile_clipping']}: {name} would clip by the norms of "
             "this rank's parts of tensors; use clip_grad"
         )
+
+
+def _names_any(names: Sequence[str], bases: Sequence[str]) -> bool:
+    return any(name == base or (name[0] == "~" and name[1:] in base) for name in names for base in bases)
 
 
 def take_clipping(

@@ -116,17 +116,17 @@ def memory_report(optimizer: ZeroOptimizer) -> MemoryReport:
     params = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
     reducer = optimizer.partition.reducer
     states, masters = 0, 0
-    for bucket, part in optimizer.partition.parts():
-        states += sum(_nbytes(value) for value in bucket.state_of(part).values() if isinstance(value, Tensor))
-        masters += 0 if part.direct else _nbytes(part.tensor)
+    for part in optimizer.partition.parts():
+        states += sum(value.nbytes for value in part.state.values() if isinstance(value, Tensor))
+        masters += 0 if part.direct else part.tensor.nbytes
     return MemoryReport(
-        parameters=sum(map(_nbytes, params)),
-        whole_gradients=sum(_nbytes(p.grad) for p in params if p.grad is not None),
-        buckets=reducer.bytes_under_way + sum(_nbytes(g.buffer) for g in reducer.slices if g.buffer is not None),
-        gradient_shards=sum(_nbytes(g.average) for g in reducer.slices if g.average is not None),
+        parameters=sum(param.nbytes for param in params),
+        whole_gradients=sum(p.grad.nbytes for p in params if p.grad is not None),
+        buckets=reducer.pipeline.nbytes + sum(g.buffer.nbytes for g in reducer.slices if g.buffer is not None),
+        gradient_shards=sum(g.average.nbytes for g in reducer.slices if g.average is not None),
         states=states,
         masters=masters,
-        errors=sum(g.errors.nbytes for g in reducer.slices if g.errors is not None),
+        errors=sum(e.messages.nbytes for g in reducer.slices for e in (g.errors, g.pending) if e is not None),
         resident=resident_bytes(),
         device_allocated=torch.get_device_module().memory_allocated() if torch.accelerator.is_available() else 0,
     )
@@ -149,7 +149,3 @@ def release_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

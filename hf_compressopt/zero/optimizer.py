@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -32,13 +33,13 @@ from hf_compressopt.zero.config import (
     require_accelerator,
     take_clipping,
 )
-from hf_compressopt.zero.parameters import PartitionedParameters, TrainedParameter
-from hf_compressopt.zero.parts import Part, element_state, hyperparameters, in_host_memory, write_span
+from hf_compressopt.zero.parameters import PartitionedParameters
+from hf_compressopt.zero.parts import Part, TrainedParameter, element_state, hyperparameters, in_host_memory, write_span
 from hf_compressopt.zero.reducer import LossScale
 
 logger = logging.getLogger(__name__)
 
-Values = tuple[TrainedParameter, list[tuple[Part, Tensor]]]  # of a parameter, by this rank's parts in their order
+_Values = tuple[TrainedParameter, list[tuple[Part, Any]]]  # of a parameter, by this rank's parts in their order
 
 
 class _ParamGroups(torch.optim.Optimizer):
@@ -48,15 +49,14 @@ class _ParamGroups(torch.optim.Optimizer):
 class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     """An ordinary optimizer whose state, and in stage 2 whose gradients, are partitioned among the ranks.
 
-    Source: ZeRO, arXiv 1910.02054, section 5. In a loop without DistributedDataParallel::
+    Source: ZeRO, arXiv 1910.02054, section 5. In a loop without DistributedDataParallel, which would average twice::
 
         optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage=2, lr=1e-3)
         loss.backward()  # sends the gradients
         optimizer.step()
 
-    Gradients are sent while backward runs. :meth:`step` updates this rank's part of every parameter and gathers the
-    parameters. Nothing else averages gradients: do not wrap the model in DistributedDataParallel. The results are
-    those of the wrapped optimizer on averaged gradients, bit for bit, for any stage, bucket size and overlap.
+    :meth:`step` updates this rank's part of every parameter and gathers the parameters. The results are those of the
+    wrapped optimizer on averaged gradients, bit for bit, for any stage, bucket size and overlap.
 
     Every backward outside :meth:`no_sync` sends its gradients and frees them, and step() uses them up. So zero_grad()
     is needed only to throw gradients away. All ranks run the same number of such passes. The stages differ in how
@@ -114,7 +114,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         for number, group in enumerate(groups):
             check_parameters(group["params"], number, self.config)
         self.traffic = Traffic()
-        self.loss_scale = LossScale.of(self.config)
+        self.loss_scale = LossScale(self.config)
         self.steps, self.skipped_steps, self.step_was_skipped = 0, 0, False
         inner = optimizer_class, self._inner_options
         self.partition = PartitionedParameters(
@@ -126,7 +126,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         self._first_groups = len(groups)
         torch.optim.Optimizer.__init__(self, groups, defaults)
         Joinable.__init__(self)
-        self._reducer.announce_passes(self._notify_join_context)
+        self._reducer.announce = WeakMethod(self._notify_join_context)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroOptimizer:
         """Copy the optimizer around copies of its parameters. Copies share the process groups."""
@@ -271,7 +271,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
     def _finish_gradients(self) -> float:
         self._reducer.backward.require_attached()
-        options = [self.optimizer_class.__name__, self.steps, self.clip_grad, repr(self.loss_scale)]
+        options = [self.optimizer_class.__name__, self.steps, self.clip_grad, vars(self.loss_scale)]
         self.partition.check_ranks_agree(options)
         return self._reducer.finish(self.partition, self.param_groups)
 
@@ -361,9 +361,9 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             if not part.is_ahead:
                 write_span(known.tensor, part.span.start, part.span.stop, values)
 
-    def _masters(self, which: Tensor | str) -> Values:
+    def _masters(self, which: Tensor | str) -> _Values:
         number, mine = self.partition.find(which)
-        return self.partition.known[number], [(part, part.tensor) for _, part in mine]
+        return self.partition.known[number], [(part, part.tensor) for part in mine]
 
     @torch.no_grad()
     def get_full_state(self, which: Tensor | str, name: str) -> Tensor:
@@ -373,18 +373,18 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             KeyError: If there is no such state. The error lists the names that exist: none before the first step.
         """
         number, mine = self.partition.find(which)
-        known, rows = self.partition.known[number], [(part, bucket.state_of(part)) for bucket, part in mine]
-        kinds: dict[str, bool] = {}
-        for part, state in rows:
-            kinds |= {key: key in element_state(state, part) for key, value in state.items() if value is not None}
-        counts = [float(state[name]) for _, state in rows if kinds.get(name) is False]
+        known, kinds = self.partition.known[number], dict[str, bool]()
+        for part in mine:
+            elements, state = element_state(part.state, part), part.state
+            kinds |= {key: key in elements for key, value in state.items() if value is not None}
+        counts = [float(part.state[name]) for part in mine if kinds.get(name) is False]
         everyone = known.communicator.all_gather_object([kinds, counts[:1]])
         found = {key: kind for theirs, _ in everyone for key, kind in theirs.items()}
         if name not in found:
             raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(found)}")
         if not found[name]:
             return torch.tensor(next(counts[0] for _, counts in everyone if counts))
-        return _whole(known, [(part, state[name]) for part, state in rows])
+        return _whole(known, [(part, part.state[name]) for part in mine])
 
     @torch.no_grad()
     def set_full_state(self, which: Tensor | str, name: str, value: Any) -> None:
@@ -394,16 +394,15 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             KeyError: If this rank's part has no such state, as before the first step.
             ValueError: For a value of another shape.
         """
-        known, _ = self._states(which, name)
-        for bucket, part in self.partition.find(which)[1]:
-            state = bucket.state_of(part)
-            if name in element_state(state, part):
-                ((_, own, values),) = _pieces(known, [(part, state[name])], value, whole=True)
+        known, mine = self._states(which, name)
+        for part, own in mine:
+            if name in element_state(part.state, part):
+                ((_, _, values),) = _pieces(known, [(part, own)], value, whole=True)
                 own.copy_(values)
-            elif isinstance(state[name], Tensor):
-                state[name].copy_(torch.as_tensor(value))
+            elif isinstance(own, Tensor):
+                own.copy_(torch.as_tensor(value))
             else:
-                state[name] = type(state[name])(value)
+                part.state[name] = type(own)(value)
 
     def get_local_state(self, which: Tensor | str, name: str) -> Tensor:
         """Return this rank's elements [n] of a state tensor, as a new tensor; a KeyError if there is none."""
@@ -415,12 +414,13 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         for _, own, values in _pieces(*self._states(which, name), value, whole=False):
             own.copy_(values)
 
-    def _states(self, which: Tensor | str, name: str) -> Values:
+    def _states(self, which: Tensor | str, name: str) -> _Values:
         number, mine = self.partition.find(which)
-        known, states = self.partition.known[number], [(part, bucket.state_of(part)) for bucket, part in mine]
-        for state in (state for _, state in states if name not in state):
-            raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(state)}")
-        return known, [(part, state[name]) for part, state in states]
+        known = self.partition.known[number]
+        for part in mine:
+            if name not in part.state:
+                raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(part.state)}")
+        return known, [(part, part.state[name]) for part in mine]
 
     @torch.no_grad()
     def get_full_grad(self, which: Tensor | str) -> Tensor | None:
@@ -452,11 +452,10 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             average.copy_(values / self._reducer.factor)
         self._reducer.was_set(self.partition.find(which)[0])
 
-    def _gradients(self, which: Tensor | str) -> Values:
+    def _gradients(self, which: Tensor | str) -> _Values:
         self.finish_gradients()
-        number, mine = self.partition.find(which)
-        slices = self._reducer.slices
-        return self.partition.known[number], [(p, slices[p.slice].settable_average_of(p.span)) for _, p in mine]
+        (number, mine), slices = self.partition.find(which), self._reducer.slices
+        return self.partition.known[number], [(part, slices[part.slice].average_of(part.span)) for part in mine]
 
     # -- all parameters and states ------------------------------------------------------------------------------------
 
@@ -503,12 +502,12 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
     @torch.no_grad()
     def _move_states(self, *, to_host: bool) -> None:
-        for bucket, part in self.partition.parts():
+        for part in self.partition.parts():
             device = self.partition.tensors[part.param].device
             move = in_host_memory if to_host else partial(Tensor.to, device=device)
             if not part.direct:
                 part.tensor.data = move(part.tensor)
-            bucket.move_state(part, move)
+            part.move_state(move)
         self._states_are_away = to_host
 
     # -- ranks that run out of inputs before the others, in torch's Join context ---------------------------------------
@@ -589,7 +588,7 @@ def _remake(
     return made
 
 
-def _whole(known: TrainedParameter, mine: list[tuple[Part, Tensor]]) -> Tensor:
+def _whole(known: TrainedParameter, mine: list[tuple[Part, Any]]) -> Tensor:
     """Join the ranks' parts of a parameter: float32 or float64, of its shape."""
     param, communicator = known.tensor, known.communicator
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
@@ -602,7 +601,7 @@ def _whole(known: TrainedParameter, mine: list[tuple[Part, Tensor]]) -> Tensor:
     return flat.view(param.shape)
 
 
-def _joined(known: TrainedParameter, mine: list[tuple[Part, Tensor]]) -> Tensor:
+def _joined(known: TrainedParameter, mine: list[tuple[Part, Any]]) -> Tensor:
     device = known.tensor.device
     return torch.cat([own.detach().to(device) for _, own in mine]) if mine else torch.empty(0, device=device)
 
@@ -632,5 +631,7 @@ class _ShadowSteps(JoinHook):
         self._optimizer = optimizer
 
     def main_hook(self) -> None:
-        self._optimizer.partition.reducer.empty_pass()
+        reducer = self._optimizer.partition.reducer
+        with switched(reducer, "announce", None):  # it is a pass of the others
+            reducer.backward.empty_pass()
         self._optimizer.step()

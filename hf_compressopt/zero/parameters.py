@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,20 +20,8 @@ from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.math import bit_sum, trust_ratio
 from hf_compressopt.zero.config import ZeroConfig, check_parameters
-from hf_compressopt.zero.low_bit import send_differences
-from hf_compressopt.zero.parts import Part, UpdateBucket, hyperparameters, joined, partition, slice_numel
-from hf_compressopt.zero.reducer import GradientReducer, LossScale, SliceGradients, gather_parameters
-
-
-@dataclass(frozen=True)
-class TrainedParameter:
-    tensor: Tensor
-    name: str  #: Or its place, such as "group0.3".
-    group: int  #: Number of its param group.
-    place: int  #: In the group, frozen parameters counted.
-    communicator: Communicator  #: The ranks that hold copies of it.
-    owner: int | None  #: The first of these ranks if the param group has a process group of its own.
-    model_parallel: bool  #: Whether each rank of the model-parallel group has other elements of it.
+from hf_compressopt.zero.parts import Part, TrainedParameter, UpdateBucket, hyperparameters, join, partition
+from hf_compressopt.zero.reducer import GradientReducer, LossScale, SliceGradients, gather_parameters, send_differences
 
 
 class PartitionedParameters:
@@ -57,10 +45,10 @@ class PartitionedParameters:
         # the ranks that share one copy of the model
         self.model_parallel = None if model_parallel_group is None else self._communicator(model_parallel_group)
         self._by_group: dict[dist.ProcessGroup | None, Communicator] = {None: self.communicator}
-        self.known: list[TrainedParameter] = []
-        self.tensors: list[Tensor] = []  # theirs
+        self.tensors: list[Tensor] = []
         self.buckets: list[UpdateBucket] = []  # this rank's parts, in the order of the slices
         self.reducer = GradientReducer(self.communicator, config, loss_scale)
+        self.known = self.reducer.known
         self._frozen: dict[int, tuple[int, Tensor]] = {}  # by id: number of the param group, and the parameter
         self.ranks_checked = False  # by check_ranks_agree(); not after a load
         self.holds_masters = False  # the parameters are the masters for now, and not the replicas that the ranks train
@@ -76,7 +64,7 @@ class PartitionedParameters:
 
     def add(self, groups: Sequence[dict[str, Any]], numbers: Iterable[int]) -> None:
         """Lay out the trainable parameters that are not known yet of the param groups of these numbers."""
-        first, known = len(self.known), {id(tensor) for tensor in self.tensors}
+        added, known = list[TrainedParameter](), {id(tensor) for tensor in self.tensors}
         for number in numbers:
             for found in self._in_group(groups[number], number):
                 if not found.tensor.requires_grad:
@@ -84,11 +72,11 @@ class PartitionedParameters:
                 elif id(found.tensor) not in known:
                     known.add(id(found.tensor))
                     self._frozen.pop(id(found.tensor), None)
-                    self.known.append(found)
-                    self.tensors.append(found.tensor)
-        added = range(first, len(self.known))
-        slices, before = self._cut(added), len(self.reducer.slices)
-        self.reducer.add([(self.tensors[n], self.known[n].name) for n in added], slices)
+                    added.append(found)
+        self.tensors += [found.tensor for found in added]
+        self.known += added
+        slices, before = self._cut(range(len(self.known) - len(added), len(self.known))), len(self.reducer.slices)
+        self.reducer.add([found.tensor for found in added], slices)
         self._add_buckets(range(before, before + len(slices)), groups)
         self.ranks_checked = False
 
@@ -106,7 +94,7 @@ class PartitionedParameters:
     def _cut(self, numbers: Iterable[int]) -> list[SliceGradients]:
         """Cut parameters of the same ranks, dtype and device into slices, in the order of backward."""
         streams: dict[tuple[int, torch.dtype, torch.device, bool], list[int]] = {}
-        config, found = self.config, []
+        config, found = self.config, list[SliceGradients]()
         # parameters of one dimension, such as biases, are few and sensitive: they are sent in full precision
         small = config.grad_form is not None or config.param_form is not None
         for number in sorted(numbers, reverse=True):
@@ -117,18 +105,13 @@ class PartitionedParameters:
             communicator = self.known[members[0]].communicator
             compressed = compressed and communicator.world_size > 1
             sizes = [(number, self.tensors[number].numel()) for number in members]
-            length = slice_numel(config.reduce_numel, communicator.world_size)
-            cuts = partition(sizes, length, communicator.world_size, rotate=config.round_robin_gradients)
+            rotate = config.round_robin_gradients
+            cuts = partition(sizes, config.reduce_numel, communicator.world_size, rotate=rotate)
             if not compressed:  # those have blocks of their own
-                cuts = list(map(joined, in_runs(cuts, lambda cut: cut.numel, communicator)))
-            for cut in cuts:
-                sent, kept = config.precision.sent or dtype, config.precision.kept or dtype
-                gradients = SliceGradients(cut, communicator, sent, kept, device, config.offload)
-                if compressed:
-                    gradients.param_form = config.param_form
-                if compressed and config.grad_form is not None:
-                    gradients.make_errors(config.grad_form)
-                found.append(gradients)
+                cuts = list(map(join, in_runs(cuts, lambda cut: cut.numel, communicator)))
+            forms = (config.grad_form, config.param_form) if compressed else (None, None)
+            dtypes = config.sent or dtype, config.kept or dtype
+            found += [SliceGradients(cut, communicator, *dtypes, device, config.offload, *forms) for cut in cuts]
         return sorted(found, key=lambda gradients: -min(gradients.cut.places))  # the last gradient of each in backward
 
     def _add_buckets(self, slices: Iterable[int], groups: Sequence[dict[str, Any]]) -> None:
@@ -146,23 +129,20 @@ class PartitionedParameters:
             for number in run:
                 gradients = self.reducer.slices[number]
                 for span in gradients.cut.parts[gradients.communicator.rank]:
-                    known, is_ahead = self.known[span.index], gradients.param_form is not None
-                    parts.append(Part(span, number, known.group, known.tensor, config.master, config.offload, is_ahead))
+                    parts.append(Part(span, number, self.known[span.index], config, gradients.param_form is not None))
             self.buckets.append(UpdateBucket(run, parts, groups, inner, config.kept_state))
 
     # -- looking at the parameters ------------------------------------------------------------------------------------
 
-    def parts(self) -> Iterator[tuple[UpdateBucket, Part]]:
-        for bucket in self.buckets:
-            for part in bucket.parts:
-                yield bucket, part
+    def parts(self) -> Iterator[Part]:
+        return chain.from_iterable(bucket.parts for bucket in self.buckets)
 
-    def find(self, which: Tensor | str) -> tuple[int, list[tuple[UpdateBucket, Part]]]:
+    def find(self, which: Tensor | str) -> tuple[int, list[Part]]:
         """Find the number of a parameter, and this rank's parts of it in the order of its elements, or a KeyError."""
         for number, known in enumerate(self.known):
             if which is known.tensor or (isinstance(which, str) and which == known.name):
-                mine = [(bucket, part) for bucket, part in self.parts() if part.param == number]
-                return number, sorted(mine, key=lambda entry: entry[1].span.start)
+                mine = [part for part in self.parts() if part.param == number]
+                return number, sorted(mine, key=lambda part: part.span.start)
         legal = ", ".join(known.name for known in self.known[:8])
         what = repr(which) if isinstance(which, str) else f"a tensor of shape {tuple(which.shape)}"
         raise KeyError(f"{what} is not a trainable parameter of this optimizer: legal are {legal}, ...")
@@ -170,9 +150,6 @@ class PartitionedParameters:
     def in_order(self) -> list[int]:
         """List the numbers of the parameters in the order of the param groups, whenever they were added."""
         return sorted(range(len(self.known)), key=lambda n: (self.known[n].group, self.known[n].place))
-
-    def of_communicator(self, communicator: Communicator) -> list[int]:
-        return [number for number, known in enumerate(self.known) if known.communicator is communicator]
 
     def unfrozen(self, groups: Sequence[dict[str, Any]]) -> list[int]:
         """List the numbers of the param groups that have parameters which were frozen and no longer are, checked."""
@@ -185,9 +162,9 @@ class PartitionedParameters:
         """Follow the parameters: a model may be moved or loaded after its optimizer was made."""
         if self.holds_masters:
             return
-        for bucket, part in self.parts():
+        for part in self.parts():
             if part.follow(self.tensors[part.param]):
-                bucket.move_state(part)
+                part.move_state()
         self.reducer.follow_parameters()
 
     def check_ranks_agree(self, options: Sequence[Any]) -> None:
@@ -196,7 +173,7 @@ class PartitionedParameters:
         if self.ranks_checked:
             return
         self.communicator.require_equal("optimizer, step or options", repr(options))
-        digest = sum(int(bit_sum(self.tensors[number])) for number in self.of_communicator(self.communicator))
+        digest = sum(int(bit_sum(self.tensors[number])) for number in self.reducer.numbers_of(self.communicator))
         self.communicator.require_equal("the bits of their parameters (are they alike at the start?)", digest)
         self.ranks_checked = True
 
@@ -216,9 +193,9 @@ class PartitionedParameters:
         def restore() -> None:
             for number, copy in copies.items():
                 self.tensors[number].copy_(copy)
-            for _, part in self.parts():
+            for part in self.parts():
                 if part.is_ahead:
-                    part.note_replica(self.tensors[part.param])
+                    part.expect(part.replica_in(self.tensors[part.param]))
 
         return restore
 
@@ -255,14 +232,19 @@ class PartitionedParameters:
         for number, mine in bucket.slices.items():
             gradients = self.reducer.slices[number]
             gradients.average = None
-            if gradients.errors is not None:
-                gradients.errors.keep()
+            gradients.keep_errors()
             if (form := gradients.param_form) is not None:
                 nbytes = gradients.communicator.world_size * form.nbytes(gradients.cut.part_numel)
                 to = gradients.cut, gradients.communicator, form
                 pipeline.add(send_differences(self.tensors, mine, *to), nbytes)
-            elif gradients.communicator.world_size > 1:
-                gather_parameters(self.tensors, gradients.cut, gradients.communicator, pipeline)
+            else:
+                self._gather(gradients, pipeline)
+
+    def _gather(self, gradients: SliceGradients, pipeline: Pipeline) -> None:
+        cut, communicator = gradients.cut, gradients.communicator
+        if communicator.world_size > 1:
+            nbytes = cut.numel * self.tensors[next(iter(cut.places))].element_size()
+            pipeline.add(gather_parameters(self.tensors, cut, communicator), nbytes)
 
     def _trust_ratios(self, values: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
         """Run the first half of Lamb's step; one small all-reduce sums the norms of all tensors over the ranks."""
@@ -270,10 +252,10 @@ class PartitionedParameters:
         for bucket in self.buckets:
             bucket.take_hyperparameters(values)
             self.reducer.give_to(bucket)
-            for part, square in bucket.measure():
-                squares[part.param] += square.to(squares.device)
+            for number, square in bucket.measure():
+                squares[number] += square.to(squares.device)
         for communicator in self.communicators():
-            rows = self.of_communicator(communicator)
+            rows = self.reducer.numbers_of(communicator)
             mine = squares[rows]
             communicator.all_reduce(mine).wait()
             squares[rows] = mine
@@ -283,7 +265,7 @@ class PartitionedParameters:
     @torch.no_grad()
     def share_masters(self) -> None:
         """Make the parameters of all ranks what the masters round to. All ranks call."""
-        for _, part in self.parts():
+        for part in self.parts():
             part.write_back(self.tensors[part.param])
         self.share_parts()
 
@@ -293,6 +275,5 @@ class PartitionedParameters:
         pipeline = Pipeline(FLOAT_BYTES * self.config.gather_numel)
         with self.communicator.traffic.paused():
             for gradients in self.reducer.slices:
-                if gradients.communicator.world_size > 1:
-                    gather_parameters(self.tensors, gradients.cut, gradients.communicator, pipeline)
+                self._gather(gradients, pipeline)
             pipeline.drain()

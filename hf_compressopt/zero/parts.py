@@ -1,10 +1,9 @@
 """This rank's parts of the parameters: their layout, their values, and the ordinary optimizers that update them.
 
-Parameters that are sent together are laid out one after another, each starting at a multiple of ``ALIGN`` elements, and
-cut into slices of equal length, across tensor boundaries. A slice is one message. It is cut again into ``world_size``
-parts, and part r belongs to rank r. Every cut is a multiple of ``ALIGN`` elements away from the start of its parameter,
-so that a vector unit treats each element as it would in the whole tensor: an element-wise optimizer computes the same
-bits on the parts.
+Parameters that are sent together lie one after another, each from a multiple of ``ALIGN`` elements on, and are cut into
+slices of equal length, across tensor boundaries. A slice is one message. It is cut again into ``world_size`` parts, and
+part r belongs to rank r. Every cut is a multiple of ``ALIGN`` elements away from the start of its parameter, so that a
+vector unit treats each element as in the whole tensor: an element-wise optimizer computes the same bits on the parts.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import Span
-from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.optim.lamb import Lamb
+from hf_compressopt.zero.config import ZeroConfig
 
 #: Elements; a multiple of every vector unit's width and of torch's unrolled loops, in float32 and in 16 bits.
 ALIGN = 64
@@ -72,15 +71,28 @@ class Slice:
         return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
 
 
+@dataclass(frozen=True)
+class TrainedParameter:
+    tensor: Tensor
+    name: str  #: Or its place, such as "group0.3".
+    group: int  #: Number of its param group.
+    place: int  #: In the group, frozen parameters counted.
+    communicator: Communicator  #: The ranks that hold copies of it.
+    owner: int | None  #: The first of these ranks if the param group has a process group of its own.
+    model_parallel: bool  #: Whether each rank of the model-parallel group has other elements of it.
+
+
 def slice_numel(bucket_numel: int, world_size: int) -> int:
     """Return the length of the slices of a bucket, in elements: a multiple of ``ALIGN * world_size``."""
     wanted = max(-(-bucket_numel // SLICES_PER_BUCKET), min(bucket_numel, SHORTEST_SLICE))
     return _round_up(wanted, ALIGN * world_size)
 
 
-def partition(numels: Sequence[tuple[int, int]], length: int, world_size: int, *, rotate: bool = False) -> list[Slice]:
+def partition(
+    numels: Sequence[tuple[int, int]], bucket_numel: int, world_size: int, *, rotate: bool = False
+) -> list[Slice]:
     """Cut parameters, (number, elements) in sending order, into slices; ``rotate`` starts slice i at rank i."""
-    total = sum(_round_up(numel, ALIGN) for _, numel in numels)
+    length, total = slice_numel(bucket_numel, world_size), sum(_round_up(numel, ALIGN) for _, numel in numels)
     sizes = [min(length, _round_up(total - low, ALIGN * world_size)) // world_size for low in range(0, total, length)]
     spans: list[list[list[Span]]] = [[[] for _ in range(world_size)] for _ in sizes]
     position = 0  # of the parameter
@@ -96,18 +108,15 @@ def partition(numels: Sequence[tuple[int, int]], length: int, world_size: int, *
     return [Slice(size, tuple(map(tuple, parts))) for size, parts in zip(sizes, spans, strict=True)]
 
 
-def joined(cuts: Sequence[Slice]) -> Slice:
+def join(cuts: Sequence[Slice]) -> Slice:
     """Return slices as one: each part is the ranks' parts of all of them, one after another."""
-    starts = list(accumulate((cut.part_numel for cut in cuts), initial=0))
-    shifted = (
-        [
-            replace(span, offset=span.offset + start)
-            for start, cut in zip(starts, cuts, strict=False)
-            for span in cut.parts[rank]
-        ]
-        for rank in range(len(cuts[0].parts))
-    )
-    return Slice(starts[-1], tuple(map(tuple, shifted)))
+    start = 0
+    parts: list[tuple[Span, ...]] = [()] * len(cuts[0].parts)
+    for cut in cuts:
+        for rank, spans in enumerate(cut.parts):
+            parts[rank] += tuple(replace(span, offset=span.offset + start) for span in spans)
+        start += cut.part_numel
+    return Slice(start, tuple(parts))
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -133,21 +142,22 @@ def in_host_memory(tensor: Tensor) -> Tensor:
 
 
 class Part:
-    """A part of a parameter that this rank updates."""
+    """A part of a parameter that this rank updates, by the wrapped optimizer ``inner``."""
 
-    def __init__(
-        self, span: Span, number: int, group: int, param: Tensor, master: torch.dtype, offload: bool, is_ahead: bool
-    ) -> None:
-        self.param, self.span, self.slice, self.group, self.is_ahead = span.index, span, number, group, is_ahead
-        wide = master if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
+    inner: torch.optim.Optimizer
+
+    def __init__(self, span: Span, number: int, known: TrainedParameter, config: ZeroConfig, is_ahead: bool) -> None:
+        self.param, self.span, self.slice, self.group, self.is_ahead = span.index, span, number, known.group, is_ahead
+        param = known.tensor
+        wide = config.master if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
         # whether the tensor is the memory of the real parameter; else a master copy, ahead of replicas if ``is_ahead``
-        self.direct = param.is_contiguous() and param.dtype == wide and not offload and not is_ahead
+        self.direct = param.is_contiguous() and param.dtype == wide and not config.offload and not is_ahead
         self.tensor = self.replica_in(param)  # [span.numel], the parameter of the wrapped optimizer
         if not self.direct:
             self.tensor = self.tensor.to(wide, copy=True)
-            self.tensor = in_host_memory(self.tensor) if offload else self.tensor
-        # the parameter's bits as a master copy was written to it last, and the copy's version if it is not ahead
-        self._bits: list[Tensor] | None = None
+            self.tensor = in_host_memory(self.tensor) if config.offload else self.tensor
+        # sums of the bits that the parameter is expected to have, and the version of the master copy they belong to
+        self._sums: list[Tensor] | None = None
         self._version = 0
 
     def replica_in(self, param: Tensor) -> Tensor:
@@ -157,23 +167,20 @@ class Part:
     def write_back(self, param: Tensor) -> None:
         if not self.direct:
             write_span(param, self.span.start, self.span.stop, self.tensor)
-            if self.is_ahead:
-                self.note_replica(param)
-            else:
-                self._version, self._bits = self.tensor._version, self._bits_of(param)
+            self._version = self.tensor._version
+            # on a device a copy's values are compared instead: the host would wait for sums
+            if self.is_ahead or self.tensor.is_cpu:
+                self.expect(self.replica_in(param))
 
     def read_from(self, param: Tensor) -> None:
         if not self.direct:
             self.tensor.copy_(self.replica_in(param))
             if self.is_ahead:
-                self.note_replica(param)
+                self.expect(self.replica_in(param))
 
-    def note_replica(self, param: Tensor) -> None:
-        """Note that the parameter is as it should be: values that other code writes later are seen."""
-        self.expect_replica(self.replica_in(param))
-
-    def expect_replica(self, values: Tensor) -> None:
-        self._bits = _fingerprint(values.reshape(-1))
+    def expect(self, values: Tensor) -> None:
+        """Take these values of the parameter as right: values that other code writes later are seen."""
+        self._sums = _sums_of_bits(values.reshape(-1))
 
     def follow(self, param: Tensor) -> bool:
         """Follow the parameter to other memory, and to values that others have written. Returns if the device is new.
@@ -188,7 +195,7 @@ class Part:
                 return False  # the memory is still held: no other tensor has this address
         values = self.replica_in(param)
         if not self.direct:
-            (self._follow_replica if self.is_ahead else self._follow_copy)(param, values)
+            (self._follow_replica if self.is_ahead else self._follow_copy)(values)
             return False
         moved = values.device != self.tensor.device
         if not param.is_contiguous() or values.dtype != self.tensor.dtype:  # model.to(channels_last) or .to(dtype)
@@ -197,44 +204,57 @@ class Part:
             self.tensor.data = values
         return moved
 
-    def _follow_copy(self, param: Tensor, values: Tensor) -> None:
-        before, self._bits = self._bits, None  # a step that fails may leave the copy changed, and the parameter not
-        now = None if before is None or self._version != self.tensor._version else self._bits_of(param)
-        if before is None or now is None or _differ(before, now):
+    def _follow_copy(self, values: Tensor) -> None:
+        before, self._sums = self._sums, None  # a step that fails may leave the copy changed, and the parameter not
+        if before is None or self._version != self.tensor._version or _differ(before, _sums_of_bits(values)):
             _take_over(self.tensor, values)
 
-    def _follow_replica(self, param: Tensor, values: Tensor) -> None:
+    def _follow_replica(self, values: Tensor) -> None:
         """Take all values if any of them was written: single elements differ from what the master rounds to anyway."""
-        before, self._bits = self._bits, _fingerprint(values)
+        before, self._sums = self._sums, _sums_of_bits(values)
         if before is not None:
             before = [old.to(values.device) for old in before]
-            alike = [old.shape for old in before] == [new.shape for new in self._bits]
+            alike = [old.dtype for old in before] == [new.dtype for new in self._sums]
             if alike and not values.is_cpu and values.device == self.tensor.device:  # the host does not wait for it
-                values = torch.where(_changed(before, self._bits), values.to(self.tensor.dtype), self.tensor)
-            elif not _differ(before, self._bits):
+                values = torch.where(_changed(before, self._sums), values.to(self.tensor.dtype), self.tensor)
+            elif not _differ(before, self._sums):
                 return
         self.tensor.copy_(values)
 
-    def _bits_of(self, param: Tensor) -> list[Tensor] | None:
-        """Return sums of bits; None on a device, where values are compared: the host would wait for sums."""
-        return _sums_of_bits(self.replica_in(param)) if self.tensor.is_cpu and is_direct(param) else None
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.inner.state.get(self.tensor, {})
+        return found
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        self.inner.state.pop(self.tensor, None)
+        if state:
+            self.inner.state[self.tensor] = state
+
+    def move_state(self, to: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Move element-wise state, to the device of the part unless it is said how."""
+        state = self.state
+        for name in element_state(state, self):
+            state[name] = state[name].to(self.tensor.device) if to is None else to(state[name])
 
 
-def _fingerprint(values: Tensor) -> list[Tensor]:
-    """Return sums of the bits of [n] values, and copies of a few, that depend on nothing but the values."""
-    values = values.resolve_neg()
-    return _sums_of_bits(values.clone() if values.storage_offset() * values.element_size() % 8 else values)
+def element_state(state: dict[str, Any], part: Part) -> list[str]:
+    """List the names of the state tensors that have one value per element of the part."""
+    return [name for name, value in state.items() if isinstance(value, Tensor) and value.shape == part.tensor.shape]
 
 
 def _sums_of_bits(values: Tensor) -> list[Tensor]:
-    """Return sums of words of 8 bytes, each over every 4093rd, and copies of the values, [n], that fill no such row."""
-    per_word = 8 // values.element_size()
-    first = min(-values.storage_offset() % per_word, values.numel())
-    rows = (values.numel() - first) // (per_word * _COLUMNS)
-    last = first + rows * per_word * _COLUMNS
-    bits = values.view(_BITS[values.element_size()])
-    sums = [values[first:last].view(torch.int64).view(rows, _COLUMNS).sum(0)] if rows else []
-    return [*sums, bits[:first].clone(), bits[last:].clone()]
+    """Return sums of the words of 8 bytes of [n] values, each over every 4093rd, and copies of the last few values."""
+    values = values.resolve_neg()
+    if values.storage_offset() * values.element_size() % 8:
+        values = values.clone()  # torch views only what begins at a word as words
+    row = 8 // values.element_size() * _COLUMNS
+    last = values.numel() // row * row
+    sums = [values[:last].view(torch.int64).view(-1, _COLUMNS).sum(0)] if last else []
+    return [*sums, values[last:].view(_BITS[values.element_size()]).clone()]
 
 
 def _changed(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
@@ -243,34 +263,24 @@ def _changed(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
 
 def _differ(before: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
     """Tell whether sums differ; the host waits once for those on a device."""
-    if any(old.shape != new.shape or old.device != new.device for old, new in zip(before, now, strict=True)):
+    if any(old.dtype != new.dtype or old.device != new.device for old, new in zip(before, now, strict=True)):
         return True
     return not all(map(torch.equal, before, now)) if before[0].is_cpu else bool(_changed(before, now))
 
 
 def _take_over(master: Tensor, values: Tensor) -> None:
-    """Give a master copy the values that are not what it rounds to."""
-    values = values.resolve_neg()  # torch views no lazily negated tensor as integers
-    if master.device.type == "cpu" and values.device.type == "cpu":
-        bits = _BITS[values.element_size()]  # torch compares integers faster than floats
-        for begin in range(0, values.numel(), _COMPARED):  # fits into a cache; differences are rare
-            rows = slice(begin, begin + _COMPARED)
-            if not torch.equal(master[rows].to(values.dtype).view(bits), values[rows].view(bits)):
-                _keep_digits(master[rows], values[rows])
-    else:
-        _keep_digits(master, values)
-
-
-def _keep_digits(master: Tensor, values: Tensor) -> None:
-    here = master.to(values.device)
-    master.copy_(torch.where(here.to(values.dtype) == values, here, values.to(master.dtype)))
+    """Give a master copy the values that are not what it rounds to; on a CPU as many at a time as a cache holds."""
+    size = _COMPARED if master.is_cpu and values.is_cpu else max(1, values.numel())
+    for mine, written in zip(torch.split(master, size), torch.split(values.resolve_neg(), size), strict=True):
+        here = mine.to(written.device)
+        mine.copy_(torch.where(here.to(written.dtype) == written, here, written.to(mine.dtype)))
 
 
 # -- updates ----------------------------------------------------------------------------------------------------------
 
 
 class UpdateBucket:
-    """Some consecutive slices, their parts by number, and the wrapped optimizer of this rank's parts, or None."""
+    """Some consecutive slices, their parts by number, and the wrapped optimizer of this rank's parts if it has any."""
 
     def __init__(
         self,
@@ -289,6 +299,8 @@ class UpdateBucket:
             own = [[part.tensor for part in parts if part.group == number] for number in numbers]
             self.inner = make([{**hyperparameters(groups[n]), "params": p} for n, p in zip(numbers, own, strict=True)])
             self._groups = list(zip(numbers, self.inner.param_groups, strict=True))
+            for part in parts:
+                part.inner = self.inner
 
     def take_hyperparameters(self, values: Sequence[Mapping[str, Any]]) -> None:
         """Take the hyperparameters of the users' param groups, which a scheduler may have changed."""
@@ -307,14 +319,14 @@ class UpdateBucket:
             with self._wide_state():
                 self.inner.step()
 
-    def measure(self) -> Iterator[tuple[Part, Tensor]]:
-        """Run the first half of Lamb's step; see :meth:`Lamb.measure`."""
+    def measure(self) -> Iterator[tuple[int, Tensor]]:
+        """Run the first half of Lamb's step; yield what :meth:`Lamb.measure` returns, by numbers of parameters."""
         if isinstance(self.inner, Lamb):
             with self._wide_state():
                 measured = self.inner.measure()
-            by_tensor = {id(part.tensor): part for part in self.parts}
+            number_of = {id(part.tensor): part.param for part in self.parts}
             for tensor, squares in measured:
-                yield by_tensor[id(tensor)], squares
+                yield number_of[id(tensor)], squares
 
     def apply(self, ratios: dict[int, Tensor]) -> None:
         """Run the second half of Lamb's step, with the trust ratio of each parameter."""
@@ -322,37 +334,17 @@ class UpdateBucket:
             with self._wide_state():
                 self.inner.apply({p.tensor: ratios[p.param] for p in self.parts if p.tensor.grad is not None})
 
-    def state_of(self, part: Part) -> dict[str, Any]:
-        return {} if self.inner is None else self.inner.state.get(part.tensor, {})
-
-    def replace_state(self, part: Part, state: dict[str, Any]) -> None:
-        if self.inner is not None:
-            self.inner.state.pop(part.tensor, None)
-            if state:
-                self.inner.state[part.tensor] = state
-
-    def move_state(self, part: Part, to: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Move the state of a part, to the device of the part unless it is said how."""
-        state = self.state_of(part)
-        for name in element_state(state, part):
-            state[name] = state[name].to(part.tensor.device) if to is None else to(state[name])
-
     @contextmanager
     def _wide_state(self) -> Iterator[None]:
         """Inside, element-wise state has its part's dtype; outside, the dtype in which it is kept."""
-        parts, kept = ([], None) if self._state_dtype is None else (self.parts, self._state_dtype)
+        parts = [] if self._state_dtype is None else self.parts
         for part in parts:
-            self.move_state(part, partial(Tensor.to, dtype=part.tensor.dtype))
+            part.move_state(partial(Tensor.to, dtype=part.tensor.dtype))
         try:
             yield
         finally:
             for part in parts:
-                self.move_state(part, partial(Tensor.to, dtype=kept))
-
-
-def element_state(state: dict[str, Any], part: Part) -> list[str]:
-    """List the names of the state tensors that have one value per element of the part."""
-    return [name for name, value in state.items() if isinstance(value, Tensor) and value.shape == part.tensor.shape]
+                part.move_state(partial(Tensor.to, dtype=self._state_dtype))
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

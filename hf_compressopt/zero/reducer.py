@@ -3,65 +3,78 @@
 Hooks fill slices, and full slices are sent in one order that all ranks share. In a pass every rank sends every slice
 once, in the same order. Late gradients stay in p.grad: a parameter's gradient may come in several portions, as under
 reentrant checkpointing. They are sent before the step, after the ranks have agreed that some rank has any.
+
+In messages of 4 or 8 bits gradients go up in one phase with error feedback (LoCo, arXiv 2407.04480). Rank r sends, and
+the owner averages in float32, in rank order:
+
+    u_r = g_r + worker_error;  message <- Q(u_r);  worker_error <- u_r - Q(u_r);  g = mean_r Q(u_r)     (1)
+
+Parameters come down as differences (SDP4Bit, arXiv 2410.15526). The owner has float32 masters, and all ranks have alike
+replicas, the parameters that the model computes with:
+
+    message <- Q(master - replica);  replica <- replica + Q(master - replica) on all ranks              (2)
+
+What a message misses is still there in the next difference, so that (2) needs no error feedback of its own.
+
+In the hierarchical topology the ranks of a node first average what they have for the owners at each place, at full
+precision. Then (1) is among the peers: r and W are nodes, and each rank has the errors of the parts that it sends.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from hf_compressopt import kernels
 from hf_compressopt.collectives.backward import BackwardPasses
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import Pipeline, Task, all_gather, scatter_sums
+from hf_compressopt.collectives.errors import scale_
+from hf_compressopt.collectives.exchange import (
+    Pipeline,
+    Task,
+    all_gather,
+    in_place_order,
+    in_rank_order,
+    reduce_scatter,
+    scatter_sums,
+    summed,
+)
 from hf_compressopt.flat import FLOAT_BYTES, Span
-from hf_compressopt.kernels import IntegerFormat, sum_of_squares
-from hf_compressopt.kernels.memory import numbers_on
+from hf_compressopt.kernels import Average, Combination, CompactErrors, IntegerFormat, Segment, sum_of_squares
+from hf_compressopt.kernels.memory import is_direct, numbers_on
 from hf_compressopt.optim.math import known_clip_factor
 from hf_compressopt.zero.config import ZeroConfig
-from hf_compressopt.zero.low_bit import SliceErrors, send_gradients
-from hf_compressopt.zero.parts import Part, Slice, UpdateBucket, in_host_memory, write_span
+from hf_compressopt.zero.parts import Part, Slice, TrainedParameter, UpdateBucket, in_host_memory, write_span
 
 if TYPE_CHECKING:
     from hf_compressopt.zero.parameters import PartitionedParameters
 
 
-@dataclass
 class LossScale:
     """The factor of the loss before backward, which keeps small float16 gradients from becoming zero."""
 
-    value: float = 1.0
-    growth_interval: int = 0  #: Steps without an overflow after which the factor doubles; 0 keeps it fixed.
-    good_steps: int = 0  #: Steps without an overflow since the factor changed.
-    of_scaler: float = 1.0  #: The factor of a GradScaler, which comes on top.
-
-    @classmethod
-    def of(cls, config: ZeroConfig) -> LossScale:
-        if config.loss_scale == "dynamic":
-            return cls(float(config.initial_loss_scale), config.loss_scale_window)
-        return cls(float(config.loss_scale))
-
-    @property
-    def of_gradients(self) -> float:
-        """The factor that the gradients of the coming backward carry."""
-        return self.value * self.of_scaler
+    def __init__(self, config: ZeroConfig) -> None:
+        self._window = config.loss_scale_window if config.loss_scale == "dynamic" else None
+        self.value = float(config.loss_scale if self._window is None else config.initial_loss_scale)
+        self.good_steps = 0  # without an overflow since the factor changed
+        self.of_scaler = 1.0  # the factor of a GradScaler, which comes on top
 
     def update(self, overflow: bool) -> None:
-        """Count a step: halve the factor after an overflow, double it after ``growth_interval`` good steps."""
-        if self.growth_interval == 0:
-            return
-        if overflow:
-            self.value, self.good_steps = max(self.value / 2, 1.0), 0
-            return
-        self.good_steps += 1
-        if self.good_steps == self.growth_interval:
-            self.value, self.good_steps = self.value * 2, 0
+        """Count a step: a dynamic factor halves after an overflow, and doubles after so many good steps."""
+        if self._window is not None:
+            self.good_steps = 0 if overflow else self.good_steps + 1
+            if overflow:
+                self.value = max(self.value / 2, 1.0)
+            elif self.good_steps == self._window:
+                self.value, self.good_steps = self.value * 2, 0
 
 
 @dataclass
@@ -73,31 +86,54 @@ class SliceGradients:
     sent_dtype: torch.dtype  # on the wire
     kept_dtype: torch.dtype  # of the average
     device: torch.device
-    offload: bool = False
-    param_form: IntegerFormat | None = None  # of the messages of parameters; None is full precision
-    errors: SliceErrors | None = None  # and the form of the messages of gradients; None is full precision
+    offload: bool
+    grad_form: IntegerFormat | None  # of the messages of gradients; None is full precision
+    param_form: IntegerFormat | None  # of the messages of parameters
+    errors: CompactErrors | None = None  # of this rank's messages of gradients, in the unit without a loss scale
+    pending: CompactErrors | None = None  # those since the last step, until it is taken, or dropped with them
     average: Tensor | None = None  # [part_numel] this rank's part, summed over the passes; None before the first
     buffer: Tensor | None = None  # [cut.numel], to be sent
     filled: set[int] = field(default_factory=set)  # the parameters whose gradients are in it
     sent: bool = False
 
-    def make_errors(self, form: IntegerFormat) -> None:
+    def __post_init__(self) -> None:
+        if self.grad_form is not None:
+            self.make_errors()
+
+    def make_errors(self) -> None:
         """Take errors of 0, in the sizes of the topology of now."""
         nodes = self.communicator.topology.nodes  # as many as ranks, if the topology is flat
-        self.errors = SliceErrors(form, nodes * self.cut.part_numel, nodes, self.device)
+        self.errors = CompactErrors.zeros(nodes * self.cut.part_numel, nodes, self.device)
+
+    def keep_errors(self) -> None:
+        self.errors, self.pending = self.pending or self.errors, None
 
     def begin(self) -> None:
         self.buffer, self.sent, self.filled = None, False, set()
 
-    def room(self) -> Tensor:
-        """Return the buffer; it is allocated when the first gradient arrives."""
+    def _room(self) -> Tensor:
         if self.buffer is None:
             self.buffer = torch.empty(self.cut.numel, dtype=self.sent_dtype, device=self.device)
         return self.buffer
 
+    def put(self, number: int, grad: Tensor, scale: float | None) -> None:
+        """Copy a parameter's flat gradient to its places in the buffer, or add it to an earlier portion."""
+        buffer, add = self._room(), number in self.filled
+        for begin, span in self.cut.places[number]:
+            place, part = buffer[begin : begin + span.numel], grad[span.start : span.stop]
+            if add:
+                place.add_(part.to(place.dtype) if scale is None else part.to(place.dtype) * scale)
+            elif scale is None:
+                place.copy_(part)
+            elif part.dtype == place.dtype:
+                torch.mul(part, scale, out=place)
+            else:
+                place.copy_(part).mul_(scale)
+        self.filled.add(number)
+
     def close(self) -> Tensor:
         """Return the buffer as it is sent, with zeros for padding and for gradients that have not arrived."""
-        buffer, self.buffer, self.sent = self.room(), None, True
+        buffer, self.buffer, self.sent = self._room(), None, True
         for start, stop in self.cut.gaps:
             buffer[start:stop] = 0
         for number, rows in self.cut.places.items():
@@ -105,7 +141,7 @@ class SliceGradients:
                 buffer[begin : begin + span.numel] = 0
         return buffer
 
-    def settable_average_of(self, span: Span) -> Tensor:
+    def average_of(self, span: Span) -> Tensor:
         """Return the average of a span, sharing memory; it begins as zeros if there is none."""
         if self.average is None:
             self.average = torch.zeros(self.cut.part_numel, dtype=self.kept_dtype, device=self.device)
@@ -116,11 +152,6 @@ class SliceGradients:
         """The spans of each parameter that have errors on this rank, with their places in the errors."""
         place = self.communicator.topology
         return self.cut.places_in(range(place.place, place.world_size, place.node_size))
-
-    @property
-    def forms(self) -> tuple[IntegerFormat | None, IntegerFormat | None]:
-        """Forms of the messages of gradients and of parameters; None is full precision."""
-        return None if self.errors is None else self.errors.form, self.param_form
 
     @property
     def nbytes(self) -> int:
@@ -140,28 +171,29 @@ class GradientReducer:
         self._norm_of_pass = 0
         self._communicator, self._checked = communicator, False
         self._config, self._loss_scale = config, loss_scale
-        self._pipeline = Pipeline(2 * FLOAT_BYTES * config.reduce_numel)
-        self._params: list[tuple[Tensor, str]] = []
+        self.pipeline = Pipeline(2 * FLOAT_BYTES * config.reduce_numel)
+        self.known: list[TrainedParameter] = []
         self.backward = BackwardPasses(self, "ZeroOptimizer", communicator)
-        self._announce: weakref.WeakMethod[Callable[[], Any]] | None = None
+        self.announce: WeakMethod[Callable[[], Any]] | None = None  # is called before each pass
 
-    @property
-    def bytes_under_way(self) -> int:
-        return self._pipeline.nbytes
-
-    def add(self, params: Sequence[tuple[Tensor, str]], slices: Sequence[SliceGradients]) -> None:
-        self._params += params
+    def add(self, params: Sequence[Tensor], slices: Sequence[SliceGradients]) -> None:
+        """Take the gradients of parameters that have become known, in these slices."""
         self.present += [False] * len(params)
-        self.backward.add([param for param, _ in params], [gradients.cut.places for gradients in slices])
-        for gradients in slices:
-            gradients.begin()
-            self.slices.append(gradients)
+        self.backward.add(params, [gradients.cut.places for gradients in slices])
+        self.slices += slices
         self._checked = False
+
+    def numbers_of(self, communicator: Communicator) -> list[int]:
+        """List the numbers of the parameters of which the ranks of a communicator hold copies."""
+        return [number for number, known in enumerate(self.known) if known.communicator is communicator]
 
     def check_layout(self) -> None:
         """Check once that all ranks have the same slices. All ranks call."""
         if not self._checked:
-            layout = [(g.cut.part_numel, len(g.cut.parts), g.sent_dtype, g.kept_dtype, *g.forms) for g in self.slices]
+            layout = []
+            for g in self.slices:
+                dtypes = g.sent_dtype, g.kept_dtype, g.grad_form, g.param_form
+                layout.append((g.cut.part_numel, len(g.cut.parts), *dtypes))
             self._communicator.require_equal(
                 "trainable parameters, their sizes or dtypes, bucket size or compression",
                 [len(layout), crc32(repr(layout).encode())],
@@ -171,32 +203,22 @@ class GradientReducer:
     def holds_gradients(self) -> bool:
         return any(self.present)
 
-    def announce_passes(self, announce: Callable[[], Any]) -> None:
-        """Call a method before each pass, without keeping its object alive."""
-        self._announce = weakref.WeakMethod(announce)
-
     def follow_parameters(self) -> None:
         """Follow the parameters to the devices to which a model was moved after its optimizer was made."""
         for gradients in self.slices:
-            device = self._params[next(iter(gradients.cut.places))][0].device
+            device = self.known[next(iter(gradients.cut.places))].tensor.device
             gradients.device = gradients.communicator.device = device
-            if gradients.errors is not None:
-                gradients.errors.to(device)
-        if self._params:
-            self._communicator.device = self._params[0][0].device
-
-    @torch.no_grad()
-    def empty_pass(self) -> None:
-        """Take part in a pass of the other ranks without gradients of this rank."""
-        announce, self._announce = self._announce, None  # the pass of the others
-        self.backward.empty_pass()
-        self._announce = announce
+            for errors in (gradients.errors, gradients.pending):
+                if errors is not None and errors.device != device:
+                    errors.messages = errors.messages.to(device)
+        if self.known:
+            self._communicator.device = self.known[0].tensor.device
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> bool:
         self.follow_parameters()
-        if (announce := self._announce and self._announce()) is not None:
+        if (announce := self.announce and self.announce()) is not None:
             announce()
         self.check_layout()
         return True
@@ -204,7 +226,7 @@ class GradientReducer:
     def take(self, number: int) -> bool:
         """See :class:`~hf_compressopt.collectives.backward.Sender`: after its slice a gradient stays in p.grad."""
         mine = self.backward.order.of.get(number, ())
-        if self._params[number][0].grad is None or any(self.slices[index].sent for index in mine):
+        if self.known[number].tensor.grad is None or any(self.slices[index].sent for index in mine):
             return False
         if self._config.contiguous_gradients:
             self._fill(number)
@@ -212,35 +234,38 @@ class GradientReducer:
 
     def _fill(self, number: int) -> None:
         """Move a gradient from p.grad to all of its slices."""
-        param, name = self._params[number]
+        param = self.known[number].tensor
         grad, param.grad = param.grad, None
         if grad is None:
             return
         if grad.layout != torch.strided or not grad.is_floating_point():
             self.fault = TypeError(
-                f"the gradient of {name} is {grad.dtype}, {grad.layout}; only dense real gradients are "
-                "supported: make an embedding with sparse=False"
+                f"the gradient of {self.known[number].name} is {grad.dtype}, {grad.layout}; only dense real gradients "
+                "are supported: make an embedding with sparse=False"
             )
             return
         self.present[number] = True
+        flat = grad.detach().reshape(-1)
         for index in self.backward.order.of.get(number, ()):
-            gradients = self.slices[index]
-            precision, world_size = self._config.precision, gradients.communicator.world_size
-            scale = precision.before
-            if scale is None and precision.after is None and world_size > 1 and gradients.errors is None:
-                scale = 1.0 / world_size
-            pack(gradients.room(), gradients.cut, number, grad, scale, add=number in gradients.filled)
-            gradients.filled.add(number)
+            self.slices[index].put(number, flat, self._scale_of(self.slices[index]))
+
+    def _scale_of(self, gradients: SliceGradients) -> float | None:
+        """Return the factor before gradients are sent; None is 1."""
+        if self._config.postscale_gradients:
+            factor = self._config.gradient_predivide_factor
+            return None if factor == 1.0 else 1.0 / factor
+        world_size = gradients.communicator.world_size
+        return None if world_size == 1 or gradients.grad_form is not None else 1.0 / world_size
 
     def send(self, index: int) -> None:
         gradients = self.slices[index]
-        self._pipeline.room_for(2 * gradients.nbytes)
+        self.pipeline.room_for(2 * gradients.nbytes)
         for number in gradients.cut.places:
             if number not in gradients.filled:
                 self._fill(number)
-        self._pipeline.add(self._average(gradients), 2 * gradients.nbytes)
+        self.pipeline.add(self._average(gradients), 2 * gradients.nbytes)
         if not self._config.overlap_comm:
-            self._pipeline.drain()
+            self.pipeline.drain()
 
     def _average(self, gradients: SliceGradients) -> Task[None]:
         """Average a slice over its ranks, and add this rank's part to its average.
@@ -248,16 +273,17 @@ class GradientReducer:
         The owner sums in float32, in an order that depends on the topology alone: the bits depend neither on the
         backend nor on the number of messages. gloo's own reduce-scatter moves twice the bytes.
         """
-        ranks, kept, after = gradients.communicator, gradients.kept_dtype, self._config.precision.after
-        if gradients.errors is not None:
-            scale = self._loss_scale.of_gradients
-            average = yield from send_gradients(gradients.close(), ranks, gradients.errors, scale)
+        ranks = gradients.communicator
+        if gradients.grad_form is not None:
+            scale = self._loss_scale.value * self._loss_scale.of_scaler
+            average = yield from send_gradients(gradients.close(), gradients, gradients.grad_form, scale)
         else:
-            summed = gradients.close()
+            average = gradients.close()
             if ranks.world_size > 1:
-                summed = yield from scatter_sums(summed, ranks)
-            average = summed if after is None else summed * (after / ranks.world_size)
-        part = average.to(kept)
+                average = yield from scatter_sums(average, ranks)
+            if self._config.postscale_gradients:
+                average = average * (self._config.gradient_predivide_factor / ranks.world_size)
+        part = average.to(gradients.kept_dtype)
         part = in_host_memory(part) if gradients.offload else part
         gradients.average = part if gradients.average is None else gradients.average.add_(part)
 
@@ -268,55 +294,45 @@ class GradientReducer:
     def interrupted(self) -> None:
         self.backward.flush()
 
+    def _finish(self, indices: Sequence[int]) -> None:
+        self.pipeline.drain()
+        for index in indices:
+            self.slices[index].begin()
+
     # -- after backward -----------------------------------------------------------------------------------------------
 
-    def leftovers(self) -> list[bool]:
+    def _leftovers(self) -> list[bool]:
         """Tell for each slice whether p.grad holds gradients for it that no pass has sent."""
         left = [False] * len(self.slices)
-        for number, (param, _) in enumerate(self._params):
-            if param.grad is not None:
+        for number, known in enumerate(self.known):
+            if known.tensor.grad is not None:
                 mine = self.backward.order.of.get(number, ())
                 if not mine:
-                    param.grad = None  # no element
+                    known.tensor.grad = None  # no element
                 for index in mine:
                     left[index] = True
         return left
 
-    @torch.no_grad()
-    def send_leftovers(self, chosen: Sequence[bool]) -> None:
-        """Send the slices for which any rank has leftovers. All ranks call, with the same choice."""
-        indices = self.backward.order.chosen(chosen)
-        for index in indices:
-            self.send(index)
-        self._finish(indices)
-
-    def _finish(self, indices: Sequence[int]) -> None:
-        self._pipeline.drain()
-        for index in indices:
-            self.slices[index].begin()
-
     def copy_averages(self, other: GradientReducer) -> None:
         """Take copies of the averages and errors of a reducer of the same layout."""
         for mine, theirs in zip(self.slices, other.slices, strict=True):
-            mine.average = None if theirs.average is None else theirs.average.clone()
-            if mine.errors is not None and theirs.errors is not None:
-                mine.errors.copy_from(theirs.errors)
+            for name in ("average", "errors", "pending"):
+                setattr(mine, name, deepcopy(getattr(theirs, name)))
         self.present = list(other.present)
 
     def clear(self) -> None:
         """Drop all gradients, and the errors of their messages. All ranks call if a pass is open."""
         self.backward.flush()
         for gradients in self.slices:
-            gradients.average = None
-            if gradients.errors is not None:
-                gradients.errors.drop()
-        for number, (param, _) in enumerate(self._params):
+            gradients.average = gradients.pending = None
+        for number, known in enumerate(self.known):
             self.present[number] = False
-            param.grad = None
+            known.tensor.grad = None
         self.fault, self._square, self.factor = None, None, 1.0
 
     # -- the averages of a step, between backward and the update ------------------------------------------------------
 
+    @torch.no_grad()
     def finish(self, partition: PartitionedParameters, groups: Sequence[dict[str, Any]]) -> float:
         """Send the rest, and agree on the squared norm of the average times ``factor``. All ranks call."""
         self.backward.flush()
@@ -342,8 +358,8 @@ class GradientReducer:
         """Note a gradient scaler's factor, of these gradients or of the coming ones."""
         before, self._loss_scale.of_scaler = self._loss_scale.of_scaler, scale
         for gradients in self.slices:
-            if gradients.errors is not None and before != scale:
-                gradients.errors.rescale(before / scale)  # they were made with the other factor
+            if before != scale and gradients.pending is not None:
+                scale_([gradients.pending], before / scale)  # they were made with the other factor
 
     def was_set(self, number: int) -> None:
         """Note that a user has set a parameter's average, so that the norm is another one."""
@@ -353,37 +369,26 @@ class GradientReducer:
     def give_to(self, bucket: UpdateBucket) -> None:
         """Give the parts of a bucket their gradients, unscaled and clipped; None if no rank had a gradient."""
         for part in bucket.parts:
-            average = self._of(part)
-            if average is None or not self.present[part.param]:
+            gradients = self.slices[part.slice]
+            if gradients.average is None or not self.present[part.param]:
                 part.tensor.grad = None
                 continue
+            average = gradients.average_of(part.span)
             wide = average if average.dtype in (torch.float32, torch.float64) else average.float()
             if self.factor != 1.0:
                 wide = wide.mul_(self.factor)
             part.tensor.grad = wide.to(part.tensor)
 
-    def _of(self, part: Part) -> Tensor | None:
-        """Return the average of a part, sharing memory; None before the first pass."""
-        average, span = self.slices[part.slice].average, part.span
-        return None if average is None else average[span.offset : span.offset + span.numel]
-
     def _agree(self, partition: PartitionedParameters, groups: Sequence[dict[str, Any]]) -> float:
         """Exchange norms, faults, missing gradients, gradients that were not sent, and parameters newly unfrozen."""
         while True:
-            left, unfrozen = self.leftovers(), self._unfrozen(partition, groups)
+            left, unfrozen = self._leftovers(), self._unfrozen(partition, groups)
             own = [float(self.fault is not None), float(any(left)), float(bool(unfrozen))]
             everyone, *others = partition.communicators()
-            tail = numbers_on(everyone.device, own + self._flags(partition, left, everyone), torch.float64)
-            message = torch.cat([self._squares(partition), tail])
-            everyone.all_reduce(message).wait()
-            *squares, faults, any_left, any_unfrozen = (numbers := message.tolist())[:5]
-            chosen, present = self._read_flags(partition, numbers[5:], everyone)
+            sums = self._sum_flags(left, everyone, own, self._squares())
+            faults, any_left, any_unfrozen, *squares = sums
             for communicator in others:
-                flags = numbers_on(communicator.device, self._flags(partition, left, communicator), torch.float64)
-                communicator.all_reduce(flags).wait()
-                more_chosen, more_present = self._read_flags(partition, flags.tolist(), communicator)
-                chosen = [a or b for a, b in zip(chosen, more_chosen, strict=True)]
-                present = [a or b for a, b in zip(present, more_present, strict=True)]
+                self._sum_flags(left, communicator)
             if faults > 0:
                 fault, self.fault = self.fault, None
                 raise fault or RuntimeError(f"{int(faults)} other rank(s) had gradients that cannot be used")
@@ -391,12 +396,14 @@ class GradientReducer:
                 partition.add(groups, unfrozen)
                 self.check_layout()
             elif any_left > 0:
-                self.send_leftovers(chosen)
+                chosen = self.backward.order.chosen(left)
+                for index in chosen:
+                    self.send(index)
+                self._finish(chosen)
             else:
                 break
-        self.present = present
-        self._check_unused(partition)
-        return self._sum_over_model(partition, squares)
+        self._check_unused()
+        return _sum_over_model(partition.model_parallel, *squares)
 
     def _unfrozen(self, partition: PartitionedParameters, groups: Sequence[dict[str, Any]]) -> list[int]:
         try:
@@ -405,80 +412,109 @@ class GradientReducer:
             self.fault = error
             return []
 
-    def _flags(self, partition: PartitionedParameters, left: list[bool], communicator: Communicator) -> list[float]:
-        """Tell the ranks of a communicator which of their parameters had gradients here, and which slices have more."""
-        met = [float(self.present[number]) for number in partition.of_communicator(communicator)]
-        return met + [float(f) for f, g in zip(left, self.slices, strict=True) if g.communicator is communicator]
+    def _sum_flags(
+        self, left: list[bool], communicator: Communicator, numbers: Sequence[float] = (), squares: Tensor | None = None
+    ) -> list[float]:
+        """Agree with the ranks of a communicator on which parameters had gradients, and which slices have more.
 
-    def _read_flags(
-        self, partition: PartitionedParameters, flags: Sequence[float], communicator: Communicator
-    ) -> tuple[list[bool], list[bool]]:
-        """Tell for each slice whether any rank has leftovers, and for each parameter whether any had a gradient."""
-        rest = (flag > 0 for flag in flags)
-        present = [known.communicator is communicator and next(rest) for known in partition.known]
-        chosen = [g.communicator is communicator and next(rest) for g in self.slices]
-        return chosen, present
+        Returns the sums of the numbers and squares, which travel along.
+        """
+        params = self.numbers_of(communicator)
+        slices = [index for index, gradients in enumerate(self.slices) if gradients.communicator is communicator]
+        flags = [float(self.present[number]) for number in params] + [float(left[index]) for index in slices]
+        message = numbers_on(communicator.device, [*flags, *numbers], torch.float64)
+        message = message if squares is None else torch.cat([message, squares])
+        communicator.all_reduce(message).wait()
+        sums: list[float] = message.tolist()
+        for number, met in zip(params, sums, strict=False):
+            self.present[number] = met > 0
+        for index, more in zip(slices, sums[len(params) :], strict=False):
+            left[index] = more > 0
+        return sums[len(flags) :]
 
-    def _check_unused(self, partition: PartitionedParameters) -> None:
-        if partition.config.ignore_unused_parameters or all(self.present):
-            return
-        known = partition.known
-        unused = [entry.name for entry, met in zip(known, self.present, strict=True) if not met]
-        raise RuntimeError(
-            f"parameters without a gradient on any rank: {', '.join(unused[:8])}; ignore_unused_parameters=True "
-            "accepts them, or set requires_grad=False before making the optimizer"
-        )
+    def _check_unused(self) -> None:
+        unused = [known.name for known, met in zip(self.known, self.present, strict=True) if not met]
+        if unused and not self._config.ignore_unused_parameters:
+            raise RuntimeError(
+                f"parameters without a gradient on any rank: {', '.join(unused[:8])}; ignore_unused_parameters=True "
+                "accepts them, or set requires_grad=False before making the optimizer"
+            )
 
-    def _squares(self, partition: PartitionedParameters) -> Tensor:
+    def _squares(self) -> Tensor:
         """Sum the squares of this rank's averages: [2] float64, of parameters that are not, and are, model-parallel."""
-        squares = torch.zeros(2, dtype=torch.float64, device=partition.communicator.device)
+        squares = torch.zeros(2, dtype=torch.float64, device=self._communicator.device)
         found: dict[tuple[int, torch.device], list[Tensor]] = {}
-        for _, part in partition.parts():
-            average = self._of(part)
-            if average is not None:
-                kind = int(partition.known[part.param].model_parallel)
+        for gradients in self.slices:
+            for span in gradients.cut.parts[gradients.communicator.rank] if gradients.average is not None else ():
+                average, kind = gradients.average_of(span), int(self.known[span.index].model_parallel)
                 found.setdefault((kind, average.device), []).append(average)
         for (kind, device), tensors in found.items():
             squares[kind] += sum_of_squares(tensors, device).to(squares.device)
         return squares
 
-    @staticmethod
-    def _sum_over_model(partition: PartitionedParameters, squares: Sequence[float]) -> float:
-        """Sum squares over the ranks that share a model; parameters that each of them has whole count once."""
-        (replicated, split), model = squares, partition.model_parallel
-        if model is None:
-            return replicated + split
-        mine = split + replicated if model.rank == 0 else split + 0 * replicated
-        total = numbers_on(model.device, [mine], torch.float64)
-        model.all_reduce(total).wait()
-        return float(total)
+
+def _sum_over_model(model: Communicator | None, replicated: float, split: float) -> float:
+    """Sum squares over the ranks that share a model; parameters that each of them has whole count once."""
+    if model is None:
+        return replicated + split
+    mine = split + replicated if model.rank == 0 else split + 0 * replicated
+    total = numbers_on(model.device, [mine], torch.float64)
+    model.all_reduce(total).wait()
+    return float(total)
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def pack(buffer: Tensor, cut: Slice, param: int, values: Tensor, scale: float | None, *, add: bool) -> None:
-    """Copy a parameter's gradient to its places in a slice."""
-    flat = values.detach().reshape(-1)
-    for begin, span in cut.places[param]:
-        place, part = buffer[begin : begin + span.numel], flat[span.start : span.stop]
-        if add:
-            place.add_(part.to(place.dtype) if scale is None else part.to(place.dtype) * scale)
-        elif scale is None:
-            place.copy_(part)
-        elif part.dtype == place.dtype:
-            torch.mul(part, scale, out=place)
-        else:
-            place.copy_(part).mul_(scale)
+def send_gradients(buffer: Tensor, gradients: SliceGradients, form: IntegerFormat, loss_scale: float) -> Task[Tensor]:
+    """Average every rank's part of a slice, [part_numel] float32, as (1) says; the new errors are pending."""
+    peers = gradients.communicator
+    if (levels := peers.levels) is not None:
+        buffer, node, peers = in_place_order(buffer, peers), levels.node, levels.peers
+        sizes = [buffer.numel() // node.world_size] * node.world_size
+        buffer = yield from summed(buffer, sizes, node, 1.0 / node.world_size)
+    z = Combination(buffer.numel(), buffer.device, grads=[Segment(buffer, 0, buffer.numel(), 0)], beta=1.0 / loss_scale)
+    before = gradients.pending or gradients.errors
+    assert before is not None  # it was made with the form
+    if gradients.pending is None:
+        gradients.pending = replace(before, messages=torch.empty_like(before.messages))
+    # parts are the chunks, since ALIGN is a multiple of 8
+    task = reduce_scatter(z, [before], [gradients.pending], form, peers, loss_scale, last=True)
+    del buffer, z
+    return (yield from task)
 
 
-def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Communicator, pipeline: Pipeline) -> None:
-    """Start giving all ranks what this rank has updated; all is there when ``pipeline`` is drained."""
-    nbytes = cut.numel * params[next(iter(cut.places))].element_size()
-    pipeline.add(_gather(params, cut, communicator), nbytes)
+def send_differences(
+    params: Sequence[Tensor], parts: Sequence[Part], cut: Slice, communicator: Communicator, form: IntegerFormat
+) -> Task[None]:
+    """Bring all replicas nearer to the masters, as (2) says."""
+    nbytes, count = form.nbytes(cut.part_numel), communicator.world_size
+    device = params[next(iter(cut.places))].device
+    ahead = torch.zeros(cut.part_numel, dtype=torch.float32, device=device)
+    for part in parts:
+        place = ahead[part.span.offset : part.span.offset + part.span.numel]
+        torch.sub(part.tensor.to(device), part.replica_in(params[part.param]), out=place)
+    gathered = torch.empty(count * nbytes, dtype=torch.uint8, device=device)
+    message = gathered[communicator.topology.own_chunk * nbytes :][:nbytes]
+    kernels.on(message).compress_(form, Combination(cut.part_numel, device), ahead, message, 1)
+    del ahead
+    yield from all_gather(gathered, communicator)
+    messages = in_rank_order(gathered, communicator)
+    flats = {number: params[number].detach().reshape(-1).resolve_neg() for number in cut.places}
+    rows = [(start, Segment(None, 0, stop - start, 0)) for start, stop in cut.gaps]
+    for number, spans in cut.places.items():
+        rows += [(begin, Segment(flats[number], span.start, span.numel, number)) for begin, span in spans]
+    replicas = [segment for _, segment in sorted(rows, key=lambda row: row[0])]
+    kernels.on(messages).add_(Average(cut.numel, form, messages, count, nbytes), replicas, decay=1.0)
+    for number, flat in flats.items():
+        if not is_direct(params[number]):  # flat is a copy
+            params[number].detach().copy_(flat.view(params[number].shape))
+    for part in parts:
+        part.expect(part.replica_in(params[part.param]))
 
 
-def _gather(params: Sequence[Tensor], cut: Slice, communicator: Communicator) -> Task[None]:
+def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Communicator) -> Task[None]:
+    """Give all ranks the elements that this rank has updated, at full precision."""
     rank, place_of = communicator.rank, communicator.topology.chunk_of
     example = params[next(iter(cut.places))]
     gathered = torch.empty(cut.numel, dtype=example.dtype, device=example.device)  # padding is sent as it is

@@ -13,8 +13,7 @@ from torch import Tensor
 from hf_compressopt.format.plan import MASTER, REPLICA
 from hf_compressopt.optim.options import check_count
 from hf_compressopt.optim.state import STATE_KEY, load_groups, make_stub, matching_groups
-from hf_compressopt.zero.low_bit import SliceErrors
-from hf_compressopt.zero.parts import OWN_KEYS, Part, UpdateBucket, element_state
+from hf_compressopt.zero.parts import OWN_KEYS, Part, element_state
 
 if TYPE_CHECKING:
     from hf_compressopt.zero.optimizer import ZeroOptimizer
@@ -62,29 +61,29 @@ def load_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
 
 # -- the parts --------------------------------------------------------------------------------------------------------
 
-#: A part with its bucket, and its values: "state" is the wrapped optimizer's, "master" a copy of the parameter's
-#: elements, and "replica" what the parameter has while the master is ahead of it.
-Row = tuple[UpdateBucket, Part, dict[str, Any]]
+#: A part and its values: "state" is the wrapped optimizer's, "master" a copy of the parameter's elements, and "replica"
+#: what the parameter has while the master is ahead of it.
+Row = tuple[Part, dict[str, Any]]
 
 
 def rows_of(optimizer: ZeroOptimizer) -> Iterator[Row]:
     """Yield everything that this rank holds, for state dicts and for files; the values are the optimizer's own."""
-    for bucket, part in optimizer.partition.parts():
-        row: dict[str, Any] = {"state": bucket.state_of(part)}
+    for part in optimizer.partition.parts():
+        row: dict[str, Any] = {"state": part.state}
         row |= {} if part.direct else {MASTER: part.tensor}
         row |= {REPLICA: part.replica_in(optimizer.partition.tensors[part.param])} if part.is_ahead else {}
-        yield bucket, part, row
+        yield part, row
 
 
 def take_rows(optimizer: ZeroOptimizer, rows: Iterable[Row], groups: Sequence[dict[str, Any]]) -> None:
     """Take over the values of all parts, and hyperparameters in place, since schedulers hold the groups."""
     of_torch = optimizer.optimizer_class.__module__.startswith("torch.optim.")
-    for bucket, part, row in rows:
+    for part, row in rows:
         param, state = optimizer.partition.tensors[part.param], row["state"]
         if MASTER in row:
             part.tensor.copy_(row[MASTER].reshape(-1))
             if part.is_ahead:
-                part.expect_replica(row.get(REPLICA, part.replica_in(param)))
+                part.expect(row.get(REPLICA, part.replica_in(param)))
         else:
             part.read_from(param)
         for name in element_state(state, part):
@@ -92,7 +91,7 @@ def take_rows(optimizer: ZeroOptimizer, rows: Iterable[Row], groups: Sequence[di
             if dtype is None and value.is_floating_point():
                 dtype = part.tensor.dtype if of_torch else torch.promote_types(value.dtype, part.tensor.dtype)
             state[name] = value.to(part.tensor.device, dtype or value.dtype)
-        bucket.replace_state(part, state)
+        part.state = state
     load_groups(optimizer, groups, (*OWN_KEYS, *FUNCTIONAL))
 
 
@@ -107,18 +106,19 @@ def pack(optimizer: ZeroOptimizer, packed: dict[str, Any], *, in_shards: bool) -
         return make_stub(packed, optimizer.steps)
     optimizer.partition.require_replicas("state_dict()")
     numbers = {id(tensor): number for number, tensor in enumerate(dict.fromkeys(_all_parameters(optimizer)))}
-    for _, part, row in rows_of(optimizer):
+    for part, row in rows_of(optimizer):
         row |= {REPLICA: row[REPLICA].clone()} if part.is_ahead else {}
         entry = packed["state"].setdefault(numbers[id(optimizer.partition.tensors[part.param])], {"pieces": []})
         entry["pieces"].append({"start": part.span.start, "stop": part.span.stop, **row})
     packed[STATE_KEY] = {**header_of(optimizer), "rank": optimizer.communicator.rank}
     if errors := _errors(optimizer):
-        packed[STATE_KEY]["worker_errors"] = [error.kept.messages for error in errors]
+        packed[STATE_KEY]["worker_errors"] = errors
     return packed
 
 
-def _errors(optimizer: ZeroOptimizer) -> list[SliceErrors]:
-    return [gradients.errors for gradients in optimizer.partition.reducer.slices if gradients.errors is not None]
+def _errors(optimizer: ZeroOptimizer) -> list[Tensor]:
+    slices = optimizer.partition.reducer.slices
+    return [gradients.errors.messages for gradients in slices if gradients.errors is not None]
 
 
 def _all_parameters(optimizer: ZeroOptimizer) -> list[Tensor]:
@@ -138,16 +138,18 @@ def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, An
     keys = chain.from_iterable(group["params"] for group in saved_groups)
     numbers = dict(zip(map(id, _all_parameters(optimizer)), keys, strict=True))
     rows: list[Row] = []
-    for bucket, part in partition.parts():
+    for part in partition.parts():
         tensor = partition.tensors[part.param]
         row = state_dict["state"].get(numbers[id(tensor)], {})
         found = _whole_state(row, part, tensor) if own is None else _own_state(row, part)
         state = {key: v.clone() if isinstance(v, Tensor) else v for key, v in found["state"].items()}
-        rows.append((bucket, part, {**found, "state": state}))
+        rows.append((part, {**found, "state": state}))
     take_rows(optimizer, rows, saved_groups)
     saved_errors = None if own is None else own.get("worker_errors")
-    for number, errors in enumerate(_errors(optimizer)):
-        errors.take(torch.zeros_like(errors.kept.messages) if saved_errors is None else saved_errors[number])
+    for gradients in partition.reducer.slices:
+        gradients.pending = None
+    for number, messages in enumerate(_errors(optimizer)):
+        messages.copy_(torch.tensor(0) if saved_errors is None else saved_errors[number])
     if own is not None:
         load_header(optimizer, own)
     else:
@@ -167,8 +169,13 @@ def _check_own(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
     if saved is not None and mine:
         if len(saved) != len(mine):
             raise ValueError(f"the state dict has worker errors of {len(saved)} slices, this optimizer has {len(mine)}")
-        for errors, messages in zip(mine, saved, strict=True):
-            errors.check(messages)
+        for wanted, messages in zip(mine, saved, strict=True):
+            if messages.shape != wanted.shape or messages.dtype != wanted.dtype:
+                raise ValueError(
+                    f"worker errors of {messages.dtype} {list(messages.shape)} do not fit a slice whose errors are "
+                    f"uint8 {list(wanted.shape)}: were they saved with the same bucket size, number of ranks and "
+                    "topology?"
+                )
 
 
 def _own_state(row: dict[str, Any], part: Part) -> dict[str, Any]:

@@ -413,7 +413,7 @@ def load(connection: Any, rank: int, store: str, directory: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
 
     optimizer = sharded()
-    states = (bucket.state_of(piece) for bucket, piece in optimizer.partition.parts())
+    states = (part.state for part in optimizer.partition.parts())
     held = sum(t.numel() * t.element_size() for state in states for key, t in state.items() if key != "step")
     connection.send((held, peak_beyond(lambda: load_state(optimizer, directory))))
     dist.barrier()

@@ -19,7 +19,7 @@ def train(dtype: torch.dtype, steps: int = 4, away: bool = False, **options: Any
         model(torch.randn(8, 33, device="cuda", dtype=dtype, generator=generator)).square().mean().backward()
         if away:
             optimizer.offload_states()
-            states = [s for bucket, piece in optimizer.partition.parts() for s in bucket.state_of(piece).values()]
+            states = [s for part in optimizer.partition.parts() for s in part.state.values()]
             assert all(state.is_cpu for state in states)
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
@@ -32,7 +32,7 @@ def test_offloaded_states_give_the_same_training(dtype: torch.dtype, tolerance: 
     there, offloaded = train(dtype, offload_optimizer="cpu")
     for p, q in zip(here.parameters(), there.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
-    assert all(piece.tensor.is_cpu and piece.tensor.is_pinned() for _, piece in offloaded.partition.parts())
+    assert all(part.tensor.is_cpu and part.tensor.is_pinned() for part in offloaded.partition.parts())
     assert memory_report(offloaded).masters == 4 * sum(p.numel() for p in there.parameters())
     assert memory_report(optimizer).device_allocated > 0
     away, _ = train(dtype, away=True)
@@ -47,8 +47,8 @@ def test_a_model_moved_after_its_optimizer_was_made_takes_the_state_along() -> N
     model.cuda()
     model(torch.ones(2, 65, device="cuda")).sum().backward()
     optimizer.step()
-    for bucket, piece in optimizer.partition.parts():
-        assert piece.tensor.is_cuda and bucket.state_of(piece)["exp_avg"].is_cuda
+    for part in optimizer.partition.parts():
+        assert part.tensor.is_cuda and part.state["exp_avg"].is_cuda
 
 
 def test_a_model_moved_after_its_compressed_optimizer_was_made_takes_the_state_along() -> None:

@@ -1,8 +1,8 @@
-"""W ranks in one process, in float64: the compressed all-reduce and OnebitAdam, written from the papers' equations.
+"""W ranks in one process, in float64: the compressed all-reduce, OnebitAdam, and OnebitLamb with LAMB as its warmup.
 
-Nothing here uses the package. Both report `min_distance`, how close any element of a message came to a change of sign:
-a float32 run may differ there by two scales, so tests choose seeds that keep it well above rounding. Exact zeros do
-not count, their sign is +1 by rule.
+All is written from the papers' equations; of the package only the sketch is used. Simulations report `min_distance`,
+how close any element of a message came to a change of sign: a float32 run may differ there by two scales, so tests
+choose seeds that keep it well above rounding. Exact zeros do not count, their sign is +1 by rule.
 """
 
 from collections.abc import Sequence
@@ -146,6 +146,18 @@ def sketched_norm(flat: list[Array], step: int) -> float:
     return float(np.linalg.norm(np.mean(sketches, axis=0)))
 
 
+def is_finite(rank: Sequence[Sequence[Any]]) -> bool:
+    return all(np.isfinite(g).all() for group in rank for g in group if g is not None)
+
+
+def scaled(grads: Grads, index: int, factors: Sequence[float]) -> list[list[Any]]:
+    """Every rank's gradients of a group, times the rank's factor."""
+    return [
+        [None if g is None else factor * np.asarray(g, np.float64) for g in rank[index]]
+        for factor, rank in zip(factors, grads, strict=True)
+    ]
+
+
 class Simulation:
     """What the simulations of all algorithms share."""
 
@@ -168,10 +180,12 @@ class Simulation:
         variance_floor: float = 0.01,
         max_update: float | None = None,
         bucket_numel: int = 6_553_600,
+        node_size: int = 1,
     ):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.groups = [self.group_class(**{**defaults, **group}) for group in groups]
         self.world_size, self.bucket_numel, self.max_update = world_size, bucket_numel, max_update or np.inf
+        self.node_size = node_size  # of the hierarchical topology; a rank's worker error is its node's
         self.bias_correction, self.eps_inside_sqrt, self.clip = bias_correction, eps_inside_sqrt, clip
         self.max_grad_norm, self.scale_block, self.variance_floor = max_grad_norm, scale_block, variance_floor
         self.step_count, self.min_distance = 0, np.inf
@@ -192,15 +206,18 @@ class Simulation:
         rows = ([group.flatten(own) for group, own in zip(self.groups, rank, strict=True)] for rank in grads)
         return [np.concatenate([np.zeros(0), *row]) for row in rows]
 
+    def _clip_factor(self, norm: float) -> float:
+        """As torch's clip_grad_norm_."""
+        return float(min(1.0, self.max_grad_norm / (norm + 1e-6))) if self.max_grad_norm > 0 else 1.0
+
     def _denominator(self, v: Array, eps: float) -> Array:
         return np.sqrt(v + eps) if self.eps_inside_sqrt else np.sqrt(v) + eps
 
     def _all_reduce(self, group: SimulatedGroup, messages: Sequence[Array]) -> Array:
         mean = np.zeros(group.numel)
         for k, (begin, end) in enumerate(self._buckets(group)):
-            result = simulate_compressed_all_reduce(
-                [x[begin:end] for x in messages], group.worker_errors[k], group.server_errors[k], self.scale_block
-            )
+            parts, errors = [x[begin:end] for x in messages], (group.worker_errors[k], group.server_errors[k])
+            result = simulate_compressed_all_reduce(parts, *errors, self.scale_block, node_size=self.node_size)
             mean[begin:end] = result.mean
             group.worker_errors[k], group.server_errors[k] = result.worker_errors, result.server_errors
             self.min_distance = min(self.min_distance, result.min_distance)
@@ -223,13 +240,12 @@ class OnebitAdamSimulation(Simulation):
 
     def step(self, grads: Grads) -> bool:
         """One step from every rank's local gradients; False when it was skipped because one is not finite."""
-        if not all(np.isfinite(g).all() for rank in grads for group in rank for g in group if g is not None):
+        if not all(map(is_finite, grads)):
             return False
         self.step_count += 1
         compressed = self.step_count > self.freeze_step
-        factor = self._clip_factor(grads, compressed)
-        for index, group in enumerate(self.groups):
-            local = [[None if g is None else factor * np.asarray(g, np.float64) for g in rank[index]] for rank in grads]
+        for index, (group, factor) in enumerate(zip(self.groups, self._factors(grads, compressed), strict=True)):
+            local = scaled(grads, index, [factor] * self.world_size)
             if compressed and not group.non_freeze:
                 self._compressed_step(group, local)
             else:
@@ -238,9 +254,10 @@ class OnebitAdamSimulation(Simulation):
                     self._freeze(group)
         return True
 
-    def _clip_factor(self, grads: Grads, compressed: bool) -> float:
+    def _factors(self, grads: Grads, compressed: bool) -> list[float]:
+        """The factors that clip the gradients of each group."""
         if self.max_grad_norm <= 0:
-            return 1.0
+            return [1.0] * len(self.groups)
         flat = self._flat(grads)
         if compressed and self.clip == "local":
             norm = np.sqrt(np.mean([np.sum(f * f) for f in flat]))
@@ -248,7 +265,7 @@ class OnebitAdamSimulation(Simulation):
             norm = sketched_norm(flat, self.step_count)
         else:
             norm = np.linalg.norm(np.mean(flat, axis=0))
-        return float(min(1.0, self.max_grad_norm / (norm + 1e-6)))  # torch's clip_grad_norm_
+        return [self._clip_factor(norm)] * len(self.groups)
 
     def _moments(self, group: SimulatedGroup, i: int, g: Array) -> tuple[Array, Array]:
         """The corrected moments of tensor i after a gradient."""
@@ -291,3 +308,113 @@ class OnebitAdamSimulation(Simulation):
             update = group.exp_avg[i] / self._denominator(group.exp_avg_sq[i], group.eps)
             update = np.clip(update, -self.max_update, self.max_update)
             group.params[i] = group.params[i] * (1 - group.lr * group.weight_decay) - group.lr * update
+
+
+class TensorScales:
+    """The state of one tensor in 1-bit LAMB, without its moments."""
+
+    def __init__(self) -> None:
+        self.coeff = 1.0  # of the last step
+        self.coeff_average = 0.0  # lamb_coeff_freeze, not corrected
+        self.coeff_updates = 0
+        self.last_factor = 1.0
+        self.scaling_coeff = 1.0
+        self.fresh: Array = np.zeros(0)  # v_fresh
+
+
+class OnebitLambSimulation(OnebitAdamSimulation):
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        world_size: int,
+        *,
+        freeze_step: int,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        **kwargs: Any,
+    ):
+        super().__init__(groups, world_size, freeze_step=freeze_step, **kwargs)
+        self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
+        self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
+        self.scales = [[TensorScales() for _ in group.params] for group in self.groups]
+
+    def step(self, grads: Grads) -> bool:
+        taken = super().step(grads)
+        if taken and self.step_count == self.freeze_step:
+            self._unite_scales()
+        self.lamb_coeffs = [scales.coeff for group in self.scales for scales in group]
+        return taken
+
+    def _scales_of(self, group: SimulatedGroup) -> list[TensorScales]:
+        return next(scales for other, scales in zip(self.groups, self.scales, strict=True) if other is group)
+
+    def _warm(self, group: SimulatedGroup, i: int, m: Array, v: Array) -> None:
+        p, scales = group.params[i], self._scales_of(group)[i]
+        update = m / self._denominator(v, group.eps) + group.weight_decay * p
+        p_norm, update_norm = np.linalg.norm(p), np.linalg.norm(update)
+        scales.coeff = 1.0
+        if p_norm > 0 and update_norm > 0:
+            scales.coeff = float(min(max(p_norm / update_norm, self.min_coeff), self.max_coeff))
+        if scales.coeff != 1:
+            old = self.coeff_beta * scales.coeff_average
+            scales.coeff_average = old + (1 - self.coeff_beta) * scales.coeff
+            scales.coeff_updates += 1
+        group.params[i] = p - group.lr * scales.coeff * update
+
+    def _unite_scales(self) -> None:
+        compressed = [
+            (m, scales)
+            for group, rows in zip(self.groups, self.scales, strict=True)
+            if not group.non_freeze
+            for m, scales in zip(group.exp_avg, rows, strict=True)
+            if m.size
+        ]
+        momentum_scales = [float(np.linalg.norm(m)) / np.sqrt(m.size) for m, _ in compressed]
+        for momentum_scale, (_, scales) in zip(momentum_scales, compressed, strict=True):
+            scales.scaling_coeff = float(np.mean(momentum_scales)) / momentum_scale if momentum_scale > 0 else 1.0
+        for group, rows in zip(self.groups, self.scales, strict=True):
+            for v, scales in zip(group.exp_avg_sq, rows, strict=True):
+                scales.fresh = v.copy()
+
+    def _frozen_coeff(self, scales: TensorScales) -> float:
+        if scales.coeff_updates == 0:
+            return 1.0
+        if self.bias_correction:
+            return scales.coeff_average / (1 - self.coeff_beta**scales.coeff_updates)
+        return scales.coeff_average
+
+    def _compressed_step(self, group: SimulatedGroup, local: list[list[Any]]) -> None:
+        if not group.params:
+            return
+        b1, b2 = group.betas
+        rows = self._scales_of(group)
+        stretch = np.concatenate([np.full(p.size, s.scaling_coeff) for p, s in zip(group.params, rows, strict=True)])
+        m_flat = group.flatten(group.exp_avg)
+        messages = [(b1 * m_flat + (1 - b1) * group.flatten(grads)) * stretch for grads in local]
+        new = self._all_reduce(group, messages) / stretch
+        for i, (m, scales) in enumerate(zip(group.unflatten(new), rows, strict=True)):
+            group.steps[i] += 1
+            if not m.size:
+                scales.coeff = 1.0
+                continue
+            m_old, p = group.exp_avg[i], group.params[i]
+            group.exp_avg[i] = m = m if group.exp_avg_mask is None else m * group.exp_avg_mask
+            reconstructed = (m - b1 * m_old) / (1 - b1)
+            scales.fresh = b2 * scales.fresh + (1 - b2) * reconstructed**2
+            denominator = self._denominator(group.exp_avg_sq[i], group.eps)
+            update = m / denominator + group.weight_decay * p
+            factor = float(np.max(denominator / self._denominator(scales.fresh, group.eps)))
+            if group.weight_decay > 0:
+                norm = np.linalg.norm(update)
+                ratio = min(1.0, float(np.linalg.norm(m / denominator) / norm)) if norm > 0 else 1.0
+                factor = factor * ratio + 1 - ratio
+            factor = min(max(factor, self.factor_min), self.factor_max)
+            lowest = scales.last_factor * (1 - self.factor_threshold)
+            highest = scales.last_factor * (1 + self.factor_threshold)
+            scales.last_factor = min(max(factor, lowest), highest)
+            scales.coeff = self._frozen_coeff(scales) * scales.last_factor
+            group.params[i] = p - group.lr * scales.coeff * update

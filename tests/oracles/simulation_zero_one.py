@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.simulation import Array, Grads, SimulatedGroup, Simulation, sketched_norm
+from tests.oracles.simulation import Array, Grads, SimulatedGroup, Simulation, is_finite, scaled, sketched_norm
 
 
 def variance_steps(last: int, scaler: int, first: int = 1) -> list[int]:
@@ -94,16 +94,13 @@ class ZeroOneAdamSimulation(Simulation):
         False when it was skipped because one is not finite, which happens where ranks do not step alone.
         """
         t = self.step_count + 1
-        finite = [all(np.isfinite(g).all() for group in rank for g in group if g is not None) for rank in grads]
+        finite = [is_finite(rank) for rank in grads]
         if not all(finite) and not self.ranks_step_alone(t):
             return False
         self.step_count = t
         factors = self._clip_factors(grads, t)
         for index, group in enumerate(self.groups):
-            local = [
-                [None if g is None else factor * np.asarray(g, np.float64) for g in rank[index]]
-                for factor, rank in zip(factors, grads, strict=True)
-            ]
+            local = scaled(grads, index, factors)
             if self.reduces_grads(t) or group.non_freeze:
                 self._uncompressed_step(group, local)
             elif not self.in_local_stage(t):
@@ -134,7 +131,7 @@ class ZeroOneAdamSimulation(Simulation):
         if measured and not self.reduces_grads(t) and self.world_size > 1 and np.isfinite(own).all():
             square = float(np.mean(np.square(own)))
             self.shares.append((mean**2 / square - 1 / self.world_size) / (1 - 1 / self.world_size))
-        return [min(1.0, self.max_grad_norm / (norm + 1e-6)) for norm in norms]  # torch's clip_grad_norm_
+        return [self._clip_factor(norm) for norm in norms]
 
     def usual_share(self) -> float:
         """Of a rank's squared norm, the share that all ranks have in common: later measurements weigh more."""

@@ -1,6 +1,6 @@
 """Training loops on real ranks for the tests of ZeroOptimizer, and the unpartitioned optimizer beside them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_compressopt import Lamb, ZeroOptimizer
+from tests.oracles.simulation_integers import in_order
 
 INT4 = {"grad_compression": "int4", "param_compression": "int4"}
 
@@ -119,8 +120,11 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor | None]:
     return list(torch.autograd.grad(loss, params, allow_unused=True))
 
 
-def averaged(grads: list[Tensor | None], params: list[Tensor]) -> list[Tensor | None]:
-    """Average in rank order, with a sum in float32 of what each rank scaled in its own dtype."""
+def averaged(grads: list[Tensor | None], params: list[Tensor], node_size: int = 1) -> list[Tensor | None]:
+    """Average in rank order, with a sum in float32 of what each rank scaled in its own dtype.
+
+    Several nodes of some ranks send what these add up to, in the dtype of the first parameter.
+    """
     world_size = dist.get_world_size()
     mine = [
         torch.zeros(p.numel()) if g is None else (g * (1.0 / world_size)).flatten()
@@ -129,14 +133,22 @@ def averaged(grads: list[Tensor | None], params: list[Tensor]) -> list[Tensor | 
     flat = torch.cat([*(part.float() for part in mine), torch.tensor([float(g is not None) for g in grads])])
     parts = [torch.empty_like(flat) for _ in range(world_size)]
     dist.all_gather(parts, flat)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
+    total = in_order(parts)
+    if node_size > 1:
+        nodes = [in_order(parts[first : first + node_size]) for first in range(0, world_size, node_size)]
+        total = in_order([node.to(params[0].dtype).float() for node in nodes])
     *averages, present = total.split([*(p.numel() for p in params), len(params)])
     return [
         part.view(p.shape).to(p.dtype) if has else None
         for part, p, has in zip(averages, params, present.tolist(), strict=True)
     ]
+
+
+def give_averages(loss: Tensor, params: list[Tensor], masters: list[Tensor] | None = None) -> None:
+    """Set the gradients of parameters, or of float32 copies of them, as an unpartitioned optimizer wants them."""
+    grads = averaged(list(torch.autograd.grad(loss, params, allow_unused=True)), params)
+    for p, grad in zip(masters or params, grads, strict=True):
+        p.grad = None if grad is None else grad.to(p.dtype)
 
 
 def train_plain(rank: int, case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -146,7 +158,7 @@ def train_plain(rank: int, case: Case) -> tuple[nn.Module, torch.optim.Optimizer
     # torch's fused kernels go through memory, whatever the strides of parameter and gradient are
     masters = {id(p): nn.Parameter(p.detach().float().clone(memory_format=torch.contiguous_format)) for p in params}
     cls, options = OPTIMIZERS[case.optimizer]
-    scale = case.options.get("loss_scale", 1.0)
+    scale, node_size = case.options.get("loss_scale", 1.0), case.options.get("node_size", 1)
     groups = param_groups(model, case.groups)
     groups = groups if case.groups else [{"params": groups}]
     for group in groups:
@@ -157,10 +169,10 @@ def train_plain(rank: int, case: Case) -> tuple[nn.Module, torch.optim.Optimizer
         for number in range(case.passes):
             grads = gradients(model, loss_of(model, rank, step, number) * scale)
             if not case.hold:
-                grads = averaged(grads, params)
+                grads = averaged(grads, params, node_size)
             total = [b if a is None else a if b is None else a + b for a, b in zip(total, grads, strict=True)]
         if case.hold:
-            total = averaged(total, params)
+            total = averaged(total, params, node_size)
         for p, grad in zip(params, total, strict=True):
             masters[id(p)].grad = None if grad is None else grad.float() / scale
         if case.clip:
@@ -176,24 +188,18 @@ def train_plain(rank: int, case: Case) -> tuple[nn.Module, torch.optim.Optimizer
     return model, optimizer
 
 
-def train_zero(
-    rank: int, case: Case, *, before_step: Callable[[int, ZeroOptimizer, nn.Module], None] | None = None
-) -> tuple[nn.Module, ZeroOptimizer]:
-    model = Net(case.dtype)
-    cls, options = OPTIMIZERS[case.optimizer]
-    optimizer = ZeroOptimizer(param_groups(model, case.groups), cls, **{**options, **case.options})
-    run_steps(rank, case, model, optimizer, range(case.steps), before_step)
+def fresh(case: Case) -> tuple[Net, ZeroOptimizer]:
+    model, (cls, options) = Net(case.dtype), OPTIMIZERS[case.optimizer]
+    return model, ZeroOptimizer(param_groups(model, case.groups), cls, **{**options, **case.options})
+
+
+def train_zero(rank: int, case: Case) -> tuple[Net, ZeroOptimizer]:
+    model, optimizer = fresh(case)
+    run_steps(rank, case, model, optimizer, range(case.steps))
     return model, optimizer
 
 
-def run_steps(
-    rank: int,
-    case: Case,
-    model: nn.Module,
-    optimizer: ZeroOptimizer,
-    steps: Any,
-    before_step: Callable[[int, ZeroOptimizer, nn.Module], None] | None = None,
-) -> None:
+def run_steps(rank: int, case: Case, model: nn.Module, optimizer: ZeroOptimizer, steps: Iterable[int]) -> None:
     for step in steps:
         for number in range(case.passes):
             loss = loss_of(model, rank, step, number)
@@ -206,15 +212,17 @@ def run_steps(
                     loss.backward()
             else:
                 optimizer.backward(loss)
-        if before_step is not None:
-            before_step(step, optimizer, model)
         if case.clip and not optimizer.clip_grad:
             optimizer.clip_grad_norm_(case.clip)
         optimizer.step()
 
 
-def bits(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
+def bits(model: nn.Module, trainable: bool = False) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters() if p.requires_grad or not trainable]
+
+
+def masters_of(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
+    return [optimizer.get_full_param(p) for p in model.parameters() if p.requires_grad]
 
 
 def different(a: list[Tensor], b: list[Tensor]) -> Iterator[str]:
@@ -233,5 +241,6 @@ def compare(rank: int, world_size: int, cases: list[Case], stages: tuple[int, ..
             zero, optimizer = train_zero(rank, replace(case, options={"stage": stage, **case.options}))
             differences += different(bits(plain), bits(zero))
             assert optimizer.steps == case.steps
+            assert optimizer.communicator.topology.node_size == case.options.get("node_size", 1)
         found.append(differences)
     return found

@@ -1,6 +1,7 @@
 """ZeroOptimizer against the unpartitioned optimizer, bit for bit."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,38 +54,50 @@ def test_no_option_changes_a_bit(world_size: int, share: Share) -> None:
         assert dict(zip(names, found, strict=True)) == {name: [] for name in names}
 
 
+TWO_LEVELS = [
+    Case(options={"stage": 1, "reduce_bucket_size": 128, "allgather_bucket_size": 200}, groups=True),
+    Case(options={"reduce_bucket_size": 600, "overlap_comm": False, "round_robin_gradients": True}, passes=2, clip=0.1),
+    Case(dtype=torch.bfloat16),
+    Case(dtype=torch.bfloat16, options={"stage": 1, "reduce_bucket_size": 300}, passes=2, hold=True),
+]
+
+
+NODES = [(2, 2), *(pytest.param(*row, marks=pytest.mark.full) for row in [(2, 3), (3, 2)])]  # nodes, and ranks on each
+
+
+@pytest.mark.parametrize(("nodes", "size"), NODES)
+def test_nodes_sum_inside_first_in_any_form(nodes: int, size: int) -> None:
+    """The unpartitioned optimizer sums gradients inside each node by place, then node by node."""
+    cases = [replace(case, options={**case.options, "node_size": size}) for case in TWO_LEVELS]
+    for found in run_ranks(nodes * size, compare, cases):
+        assert found == [[]] * len(cases)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("rotate", [False, True])
 def test_every_element_has_one_owner_and_every_cut_is_aligned(world_size: int, rotate: bool) -> None:
     rng = random.Random(world_size)
     for _ in range(40):
         sizes = [(number, rng.choice([0, 1, 63, 64, 65, 700, 5000])) for number in range(rng.randint(0, 12))]
-        length = slice_numel(rng.choice([1, 100, 3000, 10**6]), world_size)
+        bucket = rng.choice([1, 100, 3000, 10**6])
+        length = slice_numel(bucket, world_size)
         assert length % (ALIGN * world_size) == 0
         seen = {number: [] for number, _ in sizes}
-        for cut in partition(sizes, length, world_size, rotate=rotate):
+        for cut in partition(sizes, bucket, world_size, rotate=rotate):
             assert cut.numel <= length and cut.part_numel % ALIGN == 0 and len(cut.parts) == world_size
             used = []
             for owner, spans in enumerate(cut.parts):
                 for span in spans:
                     assert span.start % ALIGN == span.offset % ALIGN == 0 and span.offset + span.numel <= cut.part_numel
-                    seen[span.index].append((span.start, span.stop))
+                    seen[span.index] += range(span.start, span.stop)
                     used.append((owner * cut.part_numel + span.offset, span))
-            assert sorted(used, key=lambda row: row[0]) == sorted(
-                (row for rows in cut.places.values() for row in rows), key=lambda row: row[0]
-            )
+            assert sorted(map(str, used)) == sorted(str(row) for rows in cut.places.values() for row in rows)
             assert sum(span.numel for _, span in used) + sum(b - a for a, b in cut.gaps) == cut.numel
         for number, numel in sizes:
-            assert [start for start, _ in sorted(seen[number])] == [0, *(b for _, b in sorted(seen[number]))][
-                :-1
-            ] or not numel
-            assert sum(stop - start for start, stop in seen[number]) == numel
+            assert sorted(seen[number]) == [*range(numel)]
 
 
-def test_parts_are_dealt_out_in_turn() -> None:
-    for rotate, expected in ((False, [0, 0, 0, 0]), (True, [0, 1, 2, 0])):
-        cuts = partition([(0, 4 * 192)], 192, 3, rotate=rotate)
-        first = [
-            next(r for r, spans in enumerate(cut.parts) if spans[0].start == 192 * i) for i, cut in enumerate(cuts)
-        ]
-        assert first == expected
+@pytest.mark.parametrize(("rotate", "expected"), [(False, [0, 0, 0, 0]), (True, [0, 1, 2, 0])])
+def test_parts_are_dealt_out_in_turn(rotate: bool, expected: list[int]) -> None:
+    cuts = partition([(0, 4 * 192)], 192, 3, rotate=rotate)
+    assert [[spans[0].start for spans in cut.parts].index(192 * i) for i, cut in enumerate(cuts)] == expected

@@ -1,26 +1,38 @@
-"""ZeRO with small messages: the arithmetic, what a step that is skipped leaves, and the bytes."""
+"""ZeRO with small messages, and in two levels: the arithmetic, what a step that is skipped leaves, and the bytes."""
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_compressopt import GradScaler, ZeroOptimizer
+from hf_compressopt import GradScaler, ZeroOptimizer, load_state, save_state
+from hf_compressopt.kernels.compact import values_of_errors
 from hf_compressopt.zero.memory import estimate_zero_memory, memory_report
-from tests.oracles.simulation_zero import ZeroSimulation
-from tests.support.harness import on_ranks, run_ranks
+from tests.oracles.simulation_integers import ZeroSimulation
+from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.spreading import Share, spread
-from tests.support.trainer_runs import same_on_all_ranks
-from tests.support.zero_runs import INT4, Case, Net, bits, different, gradients, loss_of, train_zero
+from tests.support.zero_runs import (
+    INT4,
+    Case,
+    Net,
+    bits,
+    different,
+    fresh,
+    gradients,
+    loss_of,
+    masters_of,
+    run_steps,
+    train_zero,
+)
 
 BITS = {"int4": 4, "int8": 8, "none": 0}
-
-
-def fresh(options: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Net, ZeroOptimizer]:
-    model = Net(dtype)
-    return model, ZeroOptimizer(model.parameters(), torch.optim.AdamW, **{"lr": 1e-2, **options})
+SMALL = Case(options={**INT4, "reduce_bucket_size": 600})
 
 
 def added(grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -63,12 +75,11 @@ def against_the_simulation(rank: int, world_size: int, share: Share, node_size: 
         case.options |= {"grad_compression": grads, "param_compression": params, "node_size": node_size}
         model, optimizer = train_zero(rank, case)
         oracle, simulation = simulated(world_size, case, (BITS[grads], BITS[params]), node_size)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        masters = [optimizer.get_full_param(p) for p in trained]
+        masters = masters_of(model, optimizer)
         found.append([*different(bits(oracle), bits(model)), *different(simulation.masters, masters)])
-        assert same_on_all_ranks(p.float() for p in model.parameters())
+        assert same_on_all_ranks(model.parameters())
         if world_size > 1 and params != "none":
-            assert any(not torch.equal(p, m.to(p.dtype)) for p, m in zip(trained, masters, strict=True))
+            assert list(different(bits(model, trainable=True), [master.to(case.dtype) for master in masters]))
     return found
 
 
@@ -94,25 +105,10 @@ def test_two_levels_leave_the_bits_of_the_simulation(nodes: int, size: int, shar
         assert found == [[]] * len(share.of(SIMULATED))
 
 
-def steps_with(model: Net, optimizer: ZeroOptimizer, rank: int, steps: Any, scaler: Any = None) -> None:
-    for step in steps:
-        loss = loss_of(model, rank, step)
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-
 @pytest.mark.invariant(13)
 @on_ranks(2)
 def test_a_step_that_is_not_taken_leaves_no_trace(rank: int, world_size: int) -> None:
-    options = {**INT4, "reduce_bucket_size": 600}
-    (plain, undisturbed), (model, optimizer) = fresh(options), fresh(options)
-    steps_with(plain, undisturbed, rank, range(6))
-    steps_with(model, optimizer, rank, range(3))
+    (plain, _), (model, optimizer) = train_zero(rank, replace(SMALL, steps=6)), train_zero(rank, SMALL)
     before, sent = bits(model), optimizer.metrics()["bytes_sent"]
     (loss_of(model, rank, 50) * (float("inf") if rank == 1 else 1.0)).backward()
     optimizer.step()
@@ -124,47 +120,36 @@ def test_a_step_that_is_not_taken_leaves_no_trace(rank: int, world_size: int) ->
         loss_of(model, rank, 52).backward()
         optimizer.step()
     optimizer.zero_grad()
-    steps_with(model, optimizer, rank, range(3, 6))
+    run_steps(rank, SMALL, model, optimizer, range(3, 6))
     assert list(different(bits(plain), bits(model))) == []
 
-    scaled, other = fresh(options)  # the factors are powers of two, so that they change no bit
+    scaled, other = fresh(SMALL)  # the factors are powers of two, so that they change no bit
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    steps_with(scaled, other, rank, range(2), scaler)
-    scaler.scale(loss_of(scaled, rank, 53) * (float("nan") if rank == 0 else 1.0)).backward()
-    scaler.step(other)
-    scaler.update()
-    assert scaler.get_scale() == 1024.0 == other.loss_scale.of_scaler and other.step_was_skipped
-    steps_with(scaled, other, rank, range(2, 6), scaler)
-    assert scaler.get_scale() == 4096.0 == other.loss_scale.of_scaler
+    for step, scale in ((0, 1024), (1, 2048), (53, 1024), (2, 1024), (3, 2048), (4, 2048), (5, 4096)):
+        scaler.scale(loss_of(scaled, rank, step) * (float("nan") if (step, rank) == (53, 0) else 1.0)).backward()
+        scaler.step(other)
+        scaler.update()
+        assert scaler.get_scale() == scale == other.loss_scale.of_scaler and other.step_was_skipped == (step == 53)
     assert list(different(bits(plain), bits(scaled))) == []
 
-    second, stage1 = fresh({**options, "stage": 1})
-    steps_with(second, stage1, rank, range(6))
+    second, _ = train_zero(rank, replace(SMALL, steps=6, options={**SMALL.options, "stage": 1}))
     assert list(different(bits(plain), bits(second))) == []
-
-
-def masters_of(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
-    return [optimizer.get_full_param(p).to(p.dtype) if p.requires_grad else p.detach() for p in model.parameters()]
 
 
 @on_ranks(3)
 def test_masters_are_read_written_and_lent(rank: int, world_size: int) -> None:
     """Masters are what is read, written and lent; values that other code writes into parameters reach them."""
     for dtype in (torch.float32, torch.bfloat16):
-        model, optimizer = fresh({**INT4, "reduce_bucket_size": 600}, dtype)
-        twin, other = fresh({**INT4, "reduce_bucket_size": 600}, dtype)
-        steps_with(model, optimizer, rank, range(4))
-        steps_with(twin, other, rank, range(2))
-        replicas, masters = bits(twin), masters_of(twin, other)
-        assert list(different(replicas, masters)) != []
+        case = replace(SMALL, dtype=dtype)
+        (model, optimizer), (twin, other) = (train_zero(rank, replace(case, steps=steps)) for steps in (4, 2))
+        replicas, masters = bits(twin), [master.to(dtype) for master in masters_of(twin, other)]
+        assert list(different(bits(twin, trainable=True), masters)) != []
         with other.masters_in_parameters(), other.masters_in_parameters():
-            assert list(different(masters, bits(twin))) == [] and same_on_all_ranks(
-                p.float() for p in twin.parameters()
-            )
+            assert list(different(masters, bits(twin, trainable=True))) == [] and same_on_all_ranks(twin.parameters())
             with pytest.raises(RuntimeError, match="state_dict.. inside masters_in_parameters"):
                 other.state_dict()
         assert list(different(replicas, bits(twin))) == []
-        steps_with(twin, other, rank, range(2, 4))
+        run_steps(rank, case, twin, other, range(2, 4))
         assert list(different(bits(model), bits(twin))) == []  # nothing of it changes the run
 
         value = torch.full(model.first.weight.shape, 0.123456789)
@@ -181,8 +166,8 @@ def test_masters_are_read_written_and_lent(rank: int, world_size: int) -> None:
             lag.append(float(apart.max()))
         assert 1.0 > 7 * lag[0] and (lag[0] > 7 * lag[1] > 0 or dtype == torch.bfloat16) and lag[2] < 0.01
         optimizer.settle_parameters()
-        assert list(different(masters_of(model, optimizer), bits(model))) == []
-        assert same_on_all_ranks(p.float() for p in model.parameters())
+        masters = [master.to(dtype) for master in masters_of(model, optimizer)]
+        assert list(different(masters, bits(model, trainable=True))) == [] and same_on_all_ranks(model.parameters())
 
 
 @pytest.mark.invariant(33)
@@ -212,15 +197,14 @@ def test_bytes_and_memory_are_those_of_the_formulas(rank: int, world_size: int) 
 
 @on_ranks(3)
 def test_what_zero_can_it_can_with_small_messages(rank: int, world_size: int) -> None:
-    _, lamb = (pair := train_zero(rank, Case("lamb", {**INT4, "reduce_bucket_size": 700}, groups=True)))
-    assert same_on_all_ranks(pair[0].parameters()) and lamb.steps == 3
+    model, lamb = train_zero(rank, Case("lamb", {**INT4, "reduce_bucket_size": 700}, groups=True))
+    assert same_on_all_ranks(model.parameters()) and lamb.steps == 3
 
-    (model, optimizer), twin = fresh(INT4), Net()
-    steps_with(model, optimizer, rank, range(4))
+    model, optimizer = train_zero(rank, case := Case(options=INT4, steps=4))
     model.frozen.requires_grad_(True)
-    steps_with(model, optimizer, rank, range(3))
+    run_steps(rank, case, model, optimizer, range(3))
     assert same_on_all_ranks(model.parameters())
-    assert not torch.equal(model.frozen.weight, twin.frozen.weight)
+    assert not torch.equal(model.frozen.weight, Net().frozen.weight)
 
 
 @on_ranks(2)
@@ -230,3 +214,87 @@ def test_ranks_that_differ(rank: int, world_size: int) -> None:
     with pytest.raises((ValueError, RuntimeError), match="bucket size or compression"):
         dense.sum().backward()
         optimizer.step()
+
+
+# -- two levels: M nodes of g ranks on one machine ---------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_skips_and_copies_in_two_levels(rank: int, world_size: int) -> None:
+    case = Case(options={"node_size": 2, "clip_grad": 1.0}, steps=2)
+    (whole, _), (model, optimizer) = train_zero(rank, replace(case, steps=4)), train_zero(rank, case)
+    (loss_of(model, rank, 5) * (float("inf") if rank == 3 else 1.0)).backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    model, optimizer = copy.deepcopy((model, optimizer))
+    run_steps(rank, case, model, optimizer, range(2, 4))
+    assert list(different(bits(whole), bits(model))) == [] and optimizer.communicator.topology.node_size == 2
+
+
+@pytest.mark.invariant(33)
+@pytest.mark.parametrize(("options", "nbytes", "of_errors"), [({}, 4, 0.0), (INT4, 33 / 64, (1 + 2 / 128) / 2)])
+@on_ranks(4)
+def test_bytes_in_two_levels_are_those_of_the_formulas(
+    rank: int, world_size: int, options: dict[str, Any], nbytes: float, of_errors: float
+) -> None:
+    """Between nodes a ring of ``nbytes`` an element each way; inside float32 gradients and such parameters."""
+    p = nn.Parameter(torch.zeros(400, 500))
+    optimizer = ZeroOptimizer([p], torch.optim.AdamW, lr=1e-2, node_size=2, **options)
+    assert "hierarchical on 2 nodes" in optimizer.describe()
+    for _ in range(2):
+        inside = optimizer.metrics().get("bytes_sent_in_node", 0.0)
+        (p * rank).sum().backward()
+        optimizer.step()
+    metrics, errors = optimizer.metrics(), memory_report(optimizer).errors
+    ring, within = 2 / 2 * nbytes * p.numel(), (4 + nbytes) / 2 * p.numel()  # of M = 2 nodes, of g = 2 ranks
+    assert 1 <= 2 * metrics["bytes_sent_step"] / ring < 1.05
+    assert 1 <= (metrics["bytes_sent_in_node"] - inside) / within < 1.05
+    assert errors / p.numel() == pytest.approx(of_errors, rel=0.02)
+
+
+def errors_and_moments(optimizer: ZeroOptimizer) -> tuple[dict[int, np.ndarray], list[Tensor]]:
+    """The errors of each parameter that has any, nan for elements whose errors other ranks have; and the moments."""
+    found = {}
+    for own in optimizer.partition.reducer.slices:
+        if own.errors is not None:
+            values = values_of_errors(own.errors)
+            for number in own.cut.places:
+                error = found.setdefault(number, np.full(optimizer.partition.tensors[number].numel(), np.nan, "f4"))
+                for begin, span in own.error_places.get(number, ()):
+                    error[span.start : span.stop] = values[begin : begin + span.numel]
+    return found, [optimizer.get_full_state(optimizer.partition.tensors[number], "exp_avg_sq") for number in found]
+
+
+def saved_errors(rank: int, world_size: int, folder: str) -> tuple[dict[int, np.ndarray], list[Tensor]]:
+    options = {"grad_compression": "int4", "param_compression": "int8", "node_size": 2, "reduce_bucket_size": 600}
+    _, optimizer = train_zero(rank, Case(options=options))
+    save_state(optimizer, folder)
+    return errors_and_moments(optimizer)
+
+
+def loaded_errors(rank: int, world_size: int, folder: str) -> tuple[dict[int, np.ndarray], list[Tensor]]:
+    _, optimizer = fresh(Case(options={"grad_compression": "int4"}))
+    load_state(optimizer, folder)
+    return errors_and_moments(optimizer)
+
+
+def test_errors_of_nodes_go_on_in_any_topology(tmp_path: Path) -> None:
+    saved = run_ranks(4, saved_errors, str(tmp_path))
+    loaded = [found for ranks in (4, 2) for found in run_ranks(ranks, loaded_errors, str(tmp_path))]
+    assert len(saved[0][0]) == 4
+    for number, moment in zip(saved[0][0], saved[0][1], strict=True):
+        rows = np.stack([errors[number] for errors, _ in saved])
+        nodes = [np.where(np.isnan(rows[2 * node]), rows[2 * node + 1], rows[2 * node]) for node in range(2)]
+        assert np.isfinite(nodes).all() and np.isnan(rows).sum() == rows.size / 2  # the ranks of a node share them
+        mean = np.mean(nodes, axis=0)
+        for errors, moments in loaded:
+            assert errors[number] == pytest.approx(mean, abs=float(np.abs(mean).max()) / 127)
+            assert torch.equal(moments[[*errors].index(number)], moment)
+
+
+@on_ranks(3)
+def test_nodes_that_cannot_be_are_refused(rank: int, world_size: int) -> None:
+    refused = [({"node_size": 2}, "divide the number of ranks, 3, got 2"), ({"topology": "two-level"}, "two nodes")]
+    for topology, text in refused:
+        with pytest.raises(ValueError, match=text):
+            fresh(Case(options=topology))

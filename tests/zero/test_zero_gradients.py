@@ -19,15 +19,20 @@ from hf_compressopt import GradScaler, ZeroOptimizer
 from hf_compressopt.collectives import exchange
 from hf_compressopt.flat import FLOAT_BYTES
 from tests.support.family import through_a_file
-from tests.support.harness import _pool, on_ranks, run_ranks, run_ranks_expecting_error, run_ranks_of_which_one_dies
-from tests.support.trainer_runs import same_on_all_ranks
+from tests.support.harness import (
+    _pool,
+    on_ranks,
+    run_ranks_expecting_error,
+    run_ranks_of_which_one_dies,
+    same_on_all_ranks,
+)
 from tests.support.zero_runs import (
     INT4,
     Case,
     Net,
-    averaged,
     bits,
     different,
+    give_averages,
     loss_of,
     run_steps,
     train_plain,
@@ -72,7 +77,9 @@ def train_stack(rank: int, options: dict[str, Any], passes: int = 1, **model_opt
     return bits(model)
 
 
-def checkpointed(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.full)])
+@on_ranks()
+def test_both_kinds_of_checkpointing(rank: int, world_size: int) -> None:
     for shared in (False, True):
         for passes in (1, 2):
             expected = train_stack(rank, {}, passes, shared=shared)
@@ -84,11 +91,6 @@ def checkpointed(rank: int, world_size: int) -> None:
                         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
                     else:
                         assert not list(different(found, expected)), (shared, passes, mode, size)
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.full)])
-def test_both_kinds_of_checkpointing(world_size: int) -> None:
-    run_ranks(world_size, checkpointed)
 
 
 @on_ranks(2, 4)
@@ -103,7 +105,7 @@ def test_messages_leave_while_backward_runs_and_whole_gradients_never_exist(rank
     def look(_: Tensor) -> None:
         sent.append(sum(g.sent for g in reducer.slices))
         held = [p.grad for p in model.parameters()] + [t for g in reducer.slices for t in (g.buffer, g.average)]
-        alive.append(sum(t.numel() for t in held if t is not None) + reducer.bytes_under_way // 2 // FLOAT_BYTES)
+        alive.append(sum(t.numel() for t in held if t is not None) + reducer.pipeline.nbytes // 2 // FLOAT_BYTES)
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(look)  # after the optimizer's own
@@ -244,9 +246,7 @@ def _closure(model: nn.Module, optimizer: Any, rank: int, calls: list[str], part
     if partitioned:
         loss.backward()
     else:
-        known = [p for group in optimizer.param_groups for p in group["params"]]
-        for p, grad in zip(known, averaged(list(torch.autograd.grad(loss, known)), known), strict=True):
-            p.grad = grad
+        give_averages(loss, [p for group in optimizer.param_groups for p in group["params"]])
     return loss
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +15,26 @@ from hf_compressopt.checkpoint.partitioned import error_tensors
 from hf_compressopt.format.index import CheckpointError
 from tests.checkpoint.kinds import observe
 from tests.checkpoint.test_checkpoint import Damage, header_with, of_tensors
-from tests.support.harness import on_ranks, run_ranks
-from tests.support.trainer_runs import same_on_all_ranks
+from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.zero_runs import (
     INT4,
-    OPTIMIZERS,
     Case,
     Net,
-    averaged,
     bits,
     different,
-    gradients,
+    fresh,
+    give_averages,
     loss_of,
-    param_groups,
+    masters_of,
     run_steps,
     train_zero,
 )
 
 
-def fresh(case: Case, model: Net | None = None) -> tuple[Net, ZeroOptimizer]:
-    model = model or Net(case.dtype)
-    cls, options = OPTIMIZERS[case.optimizer]
-    return model, ZeroOptimizer(param_groups(model, case.groups), cls, **{**options, **case.options})
-
-
 @pytest.mark.invariant(27)
 @on_ranks(2)
 def test_what_does_not_fit_is_refused_and_changes_nothing(rank: int, world_size: int, tmp_path: Path) -> None:
-    case = Case("adamw", {"reduce_bucket_size": 500})
-    _, optimizer = train_zero(rank, case)
+    _, optimizer = train_zero(rank, Case(options={"reduce_bucket_size": 500}))
     before = copy.deepcopy(optimizer.state_dict()["state"])
     other = fresh(Case("sgd"))[1]
     with pytest.raises(ValueError, match=r"class 'ZeroOptimizer\(SGD\)'"):
@@ -111,25 +103,17 @@ def test_a_hostile_index_is_refused_by_name_and_changes_nothing(case: str, tmp_p
 def test_state_loads_into_another_state_dtype(rank: int, world_size: int, tmp_path: Path) -> None:
     """Moments that were kept in 16 bits go on in the weight's 32, and the other way."""
     for saved, loaded in (({"state_dtype": "bf16"}, {}), ({}, {"state_dtype": "bf16"})):
-        case = Case("adamw", saved)
-        model, optimizer = fresh(case)
-        run_steps(rank, case, model, optimizer, range(3))
-        save_state(optimizer, tmp_path)
-        case = Case("adamw", loaded)
+        save_state(train_zero(rank, Case(options=saved))[1], tmp_path)
+        case = Case(options=loaded)
         model, optimizer = fresh(case)
         load_state(optimizer, tmp_path)
         run_steps(rank, case, model, optimizer, range(3, 5))
         wanted = torch.bfloat16 if loaded else torch.float32
-        states = (bucket.state_of(piece) for bucket, piece in optimizer.partition.parts())
-        assert {state["exp_avg"].dtype for state in states if state} == {wanted}
-
-
-def masters_of(model: Net, optimizer: ZeroOptimizer) -> list[Tensor]:
-    return [optimizer.get_full_param(p) for p in model.parameters() if p.requires_grad]
+        assert {part.state["exp_avg"].dtype for part in optimizer.partition.parts() if part.state} == {wanted}
 
 
 def trained(model: Net) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters() if p.requires_grad]
+    return bits(model, trainable=True)
 
 
 def errors_of(optimizer: ZeroOptimizer) -> list[Tensor]:
@@ -140,7 +124,7 @@ def errors_of(optimizer: ZeroOptimizer) -> list[Tensor]:
 
 def continue_from(rank: int, world_size: int, options: dict[str, Any], load: str, save: str) -> tuple[Any, ...]:
     """Load, if there is something, and return what was loaded; then train, save, and return what was saved."""
-    model, optimizer = fresh(Case("adamw", {**INT4, **options}))
+    model, optimizer = fresh(Case(options={**INT4, **options}))
     loaded: Any = None
     if load:
         model.load_state_dict(torch.load(f"{load}/model.pt"))  # the masters, as a saved model has
@@ -183,9 +167,8 @@ def test_another_number_of_ranks_goes_on_from_the_same_masters_and_parameters(tm
 @on_ranks(2)
 def test_masters_cross_over_to_adamw_and_back(rank: int, world_size: int, tmp_path: Path) -> None:
     """From small messages to AdamW, and to ZeRO without them, and back."""
-    case = Case("adamw", {**INT4, "reduce_bucket_size": 600})
-    model, optimizer = fresh(case)
-    run_steps(rank, case, model, optimizer, range(3))
+    case = Case(options={**INT4, "reduce_bucket_size": 600})
+    model, optimizer = train_zero(rank, case)
     masters, replicas = masters_of(model, optimizer), trained(model)
     save_state(optimizer, tmp_path)
     with optimizer.masters_in_parameters(), pytest.raises(RuntimeError, match="save_state.. inside masters_in"):
@@ -197,9 +180,8 @@ def test_masters_cross_over_to_adamw_and_back(rank: int, world_size: int, tmp_pa
         with pytest.raises(RuntimeError, match="load_state_dict.. inside masters_in"):
             optimizer.load_state_dict(state)
 
-    plain_model, zero_model = Net(), Net()
+    plain_model, (zero_model, zero) = Net(), fresh(Case())
     plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2, weight_decay=0.1)
-    zero = ZeroOptimizer(zero_model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
     for other_model, other in ((plain_model, plain), (zero_model, zero)):
         other_model.load_state_dict(model.state_dict())  # the replicas, which the masters of the checkpoint replace
         load_state(other, tmp_path)
@@ -209,17 +191,13 @@ def test_masters_cross_over_to_adamw_and_back(rank: int, world_size: int, tmp_pa
     run_steps(rank, Case(), zero_model, zero, range(3, 5))
     params = [p for p in plain_model.parameters() if p.requires_grad]
     for step in range(3, 5):
-        for p, grad in zip(
-            params, averaged(gradients(plain_model, loss_of(plain_model, rank, step)), params), strict=True
-        ):
-            p.grad = grad
+        give_averages(loss_of(plain_model, rank, step), params)
         plain.step()
     assert list(different(bits(plain_model), bits(zero_model))) == []
 
     for saved in (plain, zero):
         save_state(saved, f"{tmp_path}/back")
-        again, small = fresh(case)
-        run_steps(rank, case, again, small, range(2))  # errors and masters that have to go
+        again, small = train_zero(rank, replace(case, steps=2))  # errors and masters that have to go
         again.load_state_dict(plain_model.state_dict())
         load_state(small, f"{tmp_path}/back")
         assert list(different(masters_of(again, small), [p.detach() for p in params])) == [] and small.steps == 5
@@ -227,11 +205,9 @@ def test_masters_cross_over_to_adamw_and_back(rank: int, world_size: int, tmp_pa
         run_steps(rank, case, again, small, range(5, 7))
         assert same_on_all_ranks(again.parameters())
 
-    half = Case("adamw", {**INT4, "reduce_bucket_size": 600}, dtype=torch.bfloat16)
-    model, optimizer = fresh(half)
-    run_steps(rank, half, model, optimizer, range(3))
+    model, optimizer = train_zero(rank, replace(case, dtype=torch.bfloat16))
     save_state(optimizer, f"{tmp_path}/half")
-    other_model, other = fresh(Case("adamw", dtype=torch.bfloat16))
+    other_model, other = fresh(Case(dtype=torch.bfloat16))
     other_model.load_state_dict(model.state_dict())
     load_state(other, f"{tmp_path}/half")
     masters = masters_of(model, optimizer)
@@ -304,8 +280,8 @@ def test_numbers_come_back_in_their_own_kind(rank: int, world_size: int, tmp_pat
     save_state(optimizer, tmp_path)
     again = ZeroOptimizer([("weight", nn.Parameter(torch.zeros(3000)))], Odd, kind="numbers")
     load_state(again, tmp_path)
-    for bucket, piece in again.partition.parts():
-        state = bucket.state_of(piece)
+    for part in again.partition.parts():
+        state = part.state
         assert torch.equal(state.pop("step"), torch.tensor(2.0))
         assert state == {"seen": True, "unseen": False, "count": 3, "mean": 0.5}
         assert [type(state[key]) for key in ("seen", "unseen", "count", "mean")] == [bool, bool, int, float]
@@ -313,16 +289,13 @@ def test_numbers_come_back_in_their_own_kind(rank: int, world_size: int, tmp_pat
 
 def test_state_in_blocks_of_a_whole_optimizer_does_not_load_into_parts(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.ones(3000))
-    optimizer = Odd([("weight", weight)], kind="words")
-    for kind in ("words", "a scale per block"):
-        optimizer.kind = kind
-        optimizer.state.clear()
-        weight.sum().backward()
+    weight.sum().backward()
+    words, blocks = (Odd([("weight", weight)], kind=kind) for kind in ("words", "a scale per block"))
+    for optimizer in (words, blocks):
         optimizer.step()
-        if kind == "words":
-            with pytest.raises(ValueError, match=REFUSED[kind]):
-                save_state(optimizer, tmp_path / "refused")
-    save_state(optimizer, tmp_path)
+    with pytest.raises(ValueError, match=REFUSED["words"]):
+        save_state(words, tmp_path / "refused")
+    save_state(blocks, tmp_path)
     again = ZeroOptimizer([("weight", weight)], Odd, kind="a scale per block")
     with pytest.raises(ValueError, match="absmax/weight has shape"):
         load_state(again, tmp_path)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
 from tests.support.harness import on_ranks
-from tests.support.zero_runs import Case, Net, averaged, bits, different, gradients, loss_of, run_steps, train_zero
+from tests.support.zero_runs import Case, Net, bits, different, give_averages, loss_of, run_steps, train_zero
 
 
 class Images(nn.Module):
@@ -68,8 +68,7 @@ def test_writes_through_data_are_taken_over(rank: int, world_size: int, dtype: t
             if partitioned:
                 loss.backward()
             else:
-                for master, grad in zip(masters, averaged(gradients(model, loss), params), strict=True):
-                    master.grad = None if grad is None else grad.float()
+                give_averages(loss, params, masters)
             optimizer.step()
             for p, master in zip(params, masters, strict=True):
                 if not partitioned:
@@ -161,7 +160,7 @@ def test_states_of_groups_on_several_devices_come_back_to_their_own(rank: int, w
     there = nn.Parameter(torch.ones(5, dtype=torch.bfloat16, device="meta"))
     optimizer = ZeroOptimizer([{"params": [here]}, {"params": [there]}], torch.optim.SGD, lr=1.0)
     optimizer.reload_states()
-    assert {piece.tensor.device.type for _, piece in optimizer.partition.parts()} == {"cpu", "meta"}
+    assert {part.tensor.device.type for part in optimizer.partition.parts()} == {"cpu", "meta"}
 
 
 @on_ranks(2)
@@ -183,15 +182,13 @@ def test_parameters_that_are_unfrozen_later_are_trained(rank: int, world_size: i
             if step in (2, 4):
                 model[4 - step].requires_grad_(True)
             trainable = [p for p in model.parameters() if p.requires_grad]
-            for number in range(2):
-                generator = torch.Generator().manual_seed(100 * step + 10 * number + rank)
-                loss = model(torch.randn(4, 20, generator=generator)).square().mean()
-                if partitioned:
-                    loss.backward()
-                else:
-                    grads = averaged(list(torch.autograd.grad(loss, trainable)), trainable)
-                    for p, grad in zip(trainable, grads, strict=True):
-                        p.grad = grad if p.grad is None else p.grad + grad
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            first, second = (model(torch.randn(4, 20, generator=generator)).square().mean() for _ in range(2))
+            if partitioned:
+                first.backward()
+                second.backward()
+            else:
+                give_averages(first + second, trainable)
             optimizer.step()
             optimizer.zero_grad()
         results.append(bits(model))
