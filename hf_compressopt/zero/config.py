@@ -8,7 +8,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions
@@ -297,9 +296,9 @@ def take_clipping(
     return inner, clip_grad or float(wanted)
 
 
-def check_parameters(params: Sequence[Tensor], number: int, config: ZeroConfig) -> None:
-    """Check the trainable parameters of param group ``number``."""
-    for param in params:
+def check_parameters(group: dict[str, Any], number: int, config: ZeroConfig) -> None:
+    """Check the trainable parameters of a param group."""
+    for param in group["params"]:
         if not param.requires_grad:
             continue  # frozen parameters are not partitioned
         if is_shard(param):

@@ -24,6 +24,7 @@ from hf_compressopt.collectives.backward import warn_unguarded
 from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.math import evaluate, in_float32
+from hf_compressopt.optim.options import check_last_group
 from hf_compressopt.optim.state import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts
 from hf_compressopt.zero.config import (
@@ -40,10 +41,6 @@ from hf_compressopt.zero.reducer import LossScale
 logger = logging.getLogger(__name__)
 
 _Values = tuple[TrainedParameter, list[tuple[Part, Any]]]  # of a parameter, by this rank's parts in their order
-
-
-class _ParamGroups(torch.optim.Optimizer):
-    """Param groups as torch makes them of parameters, named parameters or groups, before there is an optimizer."""
 
 
 class ZeroOptimizer(torch.optim.Optimizer, Joinable):
@@ -109,22 +106,18 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         self.optimizer_class, self.stage = optimizer_class, self.config.stage
         self._process_groups = {"process_group": process_group, "model_parallel_group": model_parallel_group}
         template = optimizer_class([torch.zeros(1, requires_grad=True)], **self._inner_options)
-        defaults = hyperparameters(template.param_groups[0])
-        groups = _ParamGroups(params, defaults).param_groups
-        for number, group in enumerate(groups):
-            check_parameters(group["params"], number, self.config)
+        torch.optim.Optimizer.__init__(self, params, hyperparameters(template.param_groups[0]))
+        self._first_groups = len(self.param_groups)
         self.traffic = Traffic()
         self.loss_scale = LossScale(self.config)
         self.steps, self.skipped_steps, self.step_was_skipped = 0, 0, False
         inner = optimizer_class, self._inner_options
         self.partition = PartitionedParameters(
-            groups, self.config, self.traffic, inner, self.loss_scale, **self._process_groups
+            self.param_groups, self.config, self.traffic, inner, self.loss_scale, **self._process_groups
         )
         self.communicator = self.partition.communicator
         self._reducer = self.partition.reducer
         self._in_shards = self._states_are_away = False
-        self._first_groups = len(groups)
-        torch.optim.Optimizer.__init__(self, groups, defaults)
         Joinable.__init__(self)
         self._reducer.announce = WeakMethod(self._notify_join_context)
 
@@ -172,16 +165,13 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             TypeError: For parameters of a kind that is not supported; a ValueError if elements share memory.
             RuntimeError: If the optimizer was detached.
         """
-        if hasattr(self, "partition") and len(self.param_groups) >= self._first_groups:
+        made = hasattr(self, "partition")  # torch's constructor adds the first groups
+        if made:
             self._reducer.backward.require_attached()
         super().add_param_group(param_group)
-        number = len(self.param_groups) - 1
-        try:
-            check_parameters(self.param_groups[number]["params"], number, self.config)
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
-        self.partition.add(self.param_groups, [number])
+        check_last_group(self.param_groups, partial(check_parameters, config=self.config))
+        if made:
+            self.partition.add(self.param_groups, [len(self.param_groups) - 1])
 
     # -- the step -----------------------------------------------------------------------------------------------------
 

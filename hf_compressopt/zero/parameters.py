@@ -155,7 +155,7 @@ class PartitionedParameters:
         """List the numbers of the param groups that have parameters which were frozen and no longer are, checked."""
         found = sorted({number for number, tensor in self._frozen.values() if tensor.requires_grad})
         for number in found:
-            check_parameters(groups[number]["params"], number, self.config)
+            check_parameters(groups[number], number, self.config)
         return found
 
     def follow(self) -> None:
