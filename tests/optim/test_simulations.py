@@ -20,25 +20,22 @@ from tests.oracles.cases import (
     ODD,
     ONE_SCALE,
     ONE_SCALE_GROUPS,
-    TENSORS,
     Case,
     LambProblem,
     PlainLambProblem,
     Problem,
+    Recorded,
     ZeroOneProblem,
-    assert_follows,
     assert_state_close,
     bucket_cap,
     cosine,
     first_safe,
-    follow_recording,
-    load_recorded,
+    make_optimizer,
     make_params,
     missing_gradients,
     mixed_groups,
-    recorded_group,
+    run_simulation,
     shared_cases,
-    simulate_recording,
     solve,
 )
 from tests.oracles.simulation import (
@@ -289,25 +286,20 @@ RECORDED: dict[str, tuple[type[Any], Any, bool]] = {
 @on_ranks(2)
 def test_equals_recorded_trajectory(rank, world_size, name):
     """The optimizer, and the simulation itself."""
-    recorded, kwargs = load_recorded(name)
     optimizer, simulation, together = RECORDED[name]
-    rows = [recorded_group(recorded, name, i) for i in TENSORS]
-    groups = [{"params": [row["params"][0] for row in rows]}] if together else rows
-    if rank == 0:
-        found = simulate_recording(recorded, [simulation([group], world_size, **kwargs) for group in groups])
-        for place, (history, states, coeffs) in enumerate(found):
-            assert_follows(recorded, place, history, states, atol=1e-6)
-            np.testing.assert_allclose(coeffs, recorded["lamb_coeffs"][1:] if together else [], rtol=0, atol=1e-6)
-    params = [torch.nn.Parameter(torch.from_numpy(recorded[f"init_param{i}"].copy())) for i in TENSORS]
-    own = iter(params)
-    for group in groups:
-        group["params"] = [next(own) for _ in group["params"]]
-        if "exp_avg_mask" in group:
-            group["exp_avg_mask"] = torch.from_numpy(group["exp_avg_mask"])
-    optimizers = [optimizer([group], state="float32", **kwargs) for group in groups]
-    history, states, coeffs = follow_recording(recorded, optimizers, params, rank)
-    assert_follows(recorded, rank, history, states)
-    np.testing.assert_allclose(coeffs, recorded["lamb_coeffs"][1:] if together else [], rtol=0, atol=2e-6)
+    for tensors in ([0, 1, 2],) if together else ([0], [1], [2]):
+        problem = Recorded(name, tensors, optimizer, simulation)
+        if rank == 0:
+            found, history, coeffs = run_simulation(problem)
+            steps = range(found.step_count - problem.case.steps + 1, found.step_count + 1)
+            assert [found.reduces_grads(t) for t in steps] == problem.reduces_grads
+            for place in range(world_size):
+                moments = found.moments_of(found.groups[0], place)
+                problem.assert_follows(place, history[:, place], moments, coeffs, atol=1e-6)
+        made, _ = make_optimizer(problem)
+        assert [made.plan_at(t).reduce_grads for t in range(1, problem.case.steps + 1)] == problem.reduces_grads
+        got = solve(rank, problem)
+        problem.assert_follows(rank, got["history"], (got["exp_avg"], got["exp_avg_sq"]), got["coeffs"], atol=2e-6)
 
 
 def test_chunks_by_hand():

@@ -22,7 +22,6 @@ SAFE_DISTANCE = 3e-7
 ODD = [(7,), (3, 5), (2, 3, 4), (1,), (13,)]
 MASK = [1.0, 0, 1, 0, 0]
 CANCEL = "momentum cancels"
-TENSORS = range(3)  # of a recorded run
 
 
 def bucket_cap(numel: int) -> float:
@@ -312,76 +311,39 @@ def assert_state_close(got: Any, simulation: Any, rank: int, context: str, rtol:
             np.testing.assert_allclose(got[name][g], expected, rtol=1e-5, atol=5e-6, err_msg=f"{where}: {name}")
 
 
-def load_recorded(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of a recorded run and its arguments, in this package's counting of steps."""
-    recorded = dict(np.load(Path(__file__).with_name(f"{name}.npz")))
-    kwargs = json.loads(str(recorded["config"]))["kwargs"]
-    kwargs["betas"] = tuple(kwargs.get("betas", (0.9, 0.999)))
-    if "var_freeze_step" in kwargs:
-        kwargs["var_freeze_step"] += 1  # the first step() only counted, the next one was number 2
-    else:
-        kwargs["freeze_step"] -= 1  # the first step() only counted
-    return recorded, kwargs | {"bias_correction": False, "scale_block": None, "variance_floor": 0.0}
+class Recorded(Problem):
+    """Some tensors of a recorded run of two ranks, in this package's counting of steps."""
 
+    schedule: dict[str, Any] = {}
 
-def recorded_group(recorded: Any, name: str, i: int) -> dict[str, Any]:
-    """A param group of one tensor; tensor 1 of a run with masks has one."""
-    group = {"params": [recorded[f"init_param{i}"].copy()]}
-    if "mask" in name and i == 1:
-        group["exp_avg_mask"] = np.ones(recorded["init_param1"].shape, np.float32)
-        group["exp_avg_mask"][:, 5:] = 0
-    return group
+    def __init__(self, name: str, tensors: list[int], optimizer: Any, simulation: Any) -> None:
+        found = dict(np.load(Path(__file__).with_name(f"{name}.npz")))
+        kwargs = json.loads(str(found["config"]))["kwargs"]
+        kwargs["betas"] = tuple(kwargs.get("betas", (0.9, 0.999)))
+        if "var_freeze_step" in kwargs:
+            kwargs["var_freeze_step"] += 1  # the first step() only counted, the next one was number 2
+        else:
+            kwargs["freeze_step"] -= 1  # the first step() only counted
+        kwargs |= {"bias_correction": False, "scale_block": None, "variance_floor": 0.0}
+        self.found, self.tensors, self.optimizer, self.simulation = found, tensors, optimizer, simulation
+        self.world_size, self.params = 2, [[found[f"init_param{i}"] for i in tensors]]
+        group: dict[str, Any] = {"shapes": [p.shape for p in self.params[0]]}
+        if "mask" in name and tensors == [1]:
+            group["mask"] = np.ones(group["shapes"][0], np.float32)
+            group["mask"][:, 5:] = 0
+        rates = tuple(map(float, found["lr"][1:]))
+        self.case = Case(name, [group], kwargs, steps=len(rates), lrs=rates)
+        steps = range(1, len(rates) + 1)
+        self.grads = [[[[found[f"grads{i}"][rank, t] for i in tensors]] for rank in range(2)] for t in steps]
+        self.reduces_grads = [bool(reduces) for reduces in found["reduce_grads"][1:]]
 
-
-def assert_follows(recorded: Any, rank: int, history: Any, states: Any, atol: float = 2e-6) -> None:
-    """Parameters after every step, and final moments, of one rank against a recording."""
-    rank = min(rank, len(recorded["param0"]) - 1)  # some have one row for all ranks, which were alike
-    for i in TENSORS:
-        rows = (history[i], recorded[f"param{i}"][rank, 1:])
-        moments = zip(states[i], (recorded[f"exp_avg{i}"][rank], recorded[f"exp_avg_sq{i}"][rank]), strict=True)
-        for got, expected in (rows, *moments):
-            np.testing.assert_allclose(np.reshape(got, np.shape(expected)), expected, rtol=0, atol=atol, err_msg=str(i))
-
-
-def follow_recording(recorded: Any, optimizers: Any, params: list[torch.nn.Parameter], rank: int) -> tuple[Any, ...]:
-    """Take the recorded steps; return each tensor's parameters after them and its moments, and LAMB's coefficients."""
-    history: list[list[np.ndarray]] = [[] for _ in params]
-    coeffs = []
-    for t in range(1, recorded["lr"].size):
-        averaged = bool(recorded["reduce_grads"][t])
-        for i, p in enumerate(params):
-            grads = recorded[f"grads{i}"][:, t]
-            p.grad = torch.from_numpy(grads.mean(axis=0) if averaged else grads[rank].copy())
-        for optimizer in optimizers:
-            assert optimizer.plan.reduce_grads == averaged
-            optimizer.param_groups[0]["lr"] = float(recorded["lr"][t])
-            optimizer.step()
-            coeffs += [optimizer.get_lamb_coeffs()] if hasattr(optimizer, "get_lamb_coeffs") else []
-        for row, p in zip(history, params, strict=True):
-            row.append(p.detach().numpy().copy())
-    rows = {p: optimizer.state[p] for optimizer in optimizers for p in optimizer.state}
-    states = [(rows[p]["exp_avg"].numpy(), rows[p]["exp_avg_sq"].numpy()) for p in params]
-    return [np.stack(row) for row in history], states, coeffs
-
-
-def simulate_recording(recorded: Any, simulations: Any) -> list[tuple[Any, ...]]:
-    """Take the recorded steps with simulations of one group each; for each rank what follow_recording() returns."""
-    numbers = iter(TENSORS)
-    own = [[next(numbers) for _ in simulation.groups[0].params] for simulation in simulations]
-    world_size = simulations[0].world_size
-    found: list[tuple[Any, ...]] = [([[] for _ in TENSORS], [], []) for _ in range(world_size)]
-    for t in range(1, recorded["lr"].size):
-        for simulation, tensors in zip(simulations, own, strict=True):
-            (group,) = simulation.groups
-            group.lr = float(recorded["lr"][t])
-            assert bool(recorded["reduce_grads"][t]) == simulation.reduces_grads(simulation.step_count + 1)
-            simulation.step([[[recorded[f"grads{i}"][rank, t] for i in tensors]] for rank in range(world_size)])
-            for rank, (history, _, coeffs) in enumerate(found):
-                for i, part in zip(tensors, group.unflatten(simulation.params_of(rank)), strict=True):
-                    history[i].append(part)
-                coeffs += [simulation.lamb_coeffs] if simulation.lamb_coeffs else []
-    for simulation in simulations:
-        (group,) = simulation.groups
-        for rank, (_, states, _) in enumerate(found):
-            states += zip(*map(group.unflatten, simulation.moments_of(group, rank)), strict=True)
-    return found
+    def assert_follows(self, rank: int, history: Any, moments: Any, coeffs: Any, atol: float) -> None:
+        """Compare a rank's parameters after every step, its final moments, and LAMB's coefficients."""
+        rank = min(rank, len(self.found["param0"]) - 1)  # some have one row for all ranks, which were alike
+        for name, got in zip(("param", "exp_avg", "exp_avg_sq"), (history, *moments), strict=True):
+            rows = [self.found[f"{name}{i}"][rank] for i in self.tensors]
+            rows = [row[1:].reshape(self.case.steps, -1) if name == "param" else row.reshape(1, -1) for row in rows]
+            expected = np.concatenate(rows, axis=1)
+            np.testing.assert_allclose(np.reshape(got, expected.shape), expected, rtol=0, atol=atol, err_msg=name)
+        if "lamb" in self.case.name:
+            np.testing.assert_allclose(coeffs, self.found["lamb_coeffs"][1:], rtol=0, atol=atol)
