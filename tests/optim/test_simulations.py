@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
 import hf_compressopt
 from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam
@@ -41,8 +40,10 @@ from tests.oracles.cases import (
 from tests.oracles.simulation import (
     OnebitAdamSimulation,
     OnebitLambSimulation,
+    ZeroOneAdamSimulation,
     chunk_bounds,
     simulate_compressed_all_reduce,
+    variance_steps,
 )
 from tests.oracles.simulation_low_bits import (
     CompactOnebitAdam,
@@ -55,7 +56,6 @@ from tests.oracles.simulation_low_bits import (
     ZeroOnebitAdam,
     own_errors,
 )
-from tests.oracles.simulation_zero_one import ZeroOneAdamSimulation, variance_steps
 from tests.oracles.steps import take_steps_of_own_gradients
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.logs import log_lines

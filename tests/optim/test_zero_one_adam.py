@@ -22,7 +22,7 @@ from tests.oracles.cases import (
     make_optimizer,
     set_gradients,
 )
-from tests.oracles.simulation_zero_one import variance_steps
+from tests.oracles.simulation import variance_steps
 from tests.oracles.steps import bytes_of_a_compressed_step, different, everything
 from tests.support.family import draw
 from tests.support.harness import on_ranks, same_on_all_ranks

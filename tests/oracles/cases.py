@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from hf_compressopt import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
-from tests.oracles.simulation import OnebitAdamSimulation, OnebitLambSimulation
-from tests.oracles.simulation_zero_one import ZeroOneAdamSimulation
+from tests.oracles.simulation import OnebitAdamSimulation, OnebitLambSimulation, ZeroOneAdamSimulation
 
 BYTES_PER_MB = 2**20
 SAFE_DISTANCE = 3e-7

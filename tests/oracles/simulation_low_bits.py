@@ -17,6 +17,8 @@ from tests.oracles.simulation import (
     OnebitAdamSimulation,
     OnebitLambSimulation,
     SimulatedGroup,
+    ZeroOneAdamSimulation,
+    ZeroOneGroup,
     blocks_of,
     chunk_bounds,
     distance_to_zero,
@@ -26,7 +28,6 @@ from tests.oracles.simulation import (
 )
 from tests.oracles.simulation_integers import BLOCK, MOST, TIES, Simulation, in_full
 from tests.oracles.simulation_integers import quantize as to_integers
-from tests.oracles.simulation_zero_one import ZeroOneAdamSimulation, ZeroOneGroup
 
 POINTS = 8  # of the variance, in an octave
 RANGE = 254  # points below the largest of a tensor

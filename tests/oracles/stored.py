@@ -52,12 +52,12 @@ def chunks(numels: list[int], header: dict[str, Any]) -> Iterator[list[int]]:
     size, ranks, numel = header["bucket_numel"], header["world_size"], sum(numels)
     for start in range(0, numel, size):
         count = min(size, numel - start)
-        chunk = -(-count // (8 * ranks)) * 8
+        chunk = padded(-(-count // ranks), 8)
         yield [min((rank + 1) * chunk, count) - min(rank * chunk, count) for rank in range(ranks)]
 
 
-def padded(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
+def padded(nbytes: int, multiple: int = 16) -> int:
+    return -(-nbytes // multiple) * multiple
 
 
 def sign_messages(data: np.ndarray, numels: list[int], header: dict[str, Any]) -> Iterator[np.ndarray]:
@@ -78,12 +78,8 @@ def integer_messages(data: np.ndarray, numels: list[int], header: dict[str, Any]
     byte = 0
     for bucket in chunks(numels, header):
         for n in bucket:
-            integers, first, blocks = data[byte : byte + n].view(np.int8), byte + padded8(n), -(-n // 128)
+            integers, first, blocks = data[byte : byte + n].view(np.int8), byte + padded(n, 8), -(-n // 128)
             patterns = data[first : first + 2 * blocks].view(np.uint16).astype(np.uint32) << 16
             yield integers.astype(np.float32) * patterns.view(np.float32).repeat(128)[:n]
-            byte += padded(padded8(n) + 2 * blocks)
+            byte += padded(padded(n, 8) + 2 * blocks)
     assert byte == data.size
-
-
-def padded8(n: int) -> int:
-    return -(-n // 8) * 8
