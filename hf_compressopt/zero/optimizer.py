@@ -352,8 +352,8 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
                 write_span(known.tensor, part.span.start, part.span.stop, values)
 
     def _masters(self, which: Tensor | str) -> _Values:
-        number, mine = self.partition.find(which)
-        return self.partition.known[number], [(part, part.tensor) for part in mine]
+        _, known, mine = self.partition.find(which)
+        return known, [(part, part.tensor) for part in mine]
 
     @torch.no_grad()
     def get_full_state(self, which: Tensor | str, name: str) -> Tensor:
@@ -362,8 +362,8 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         Raises:
             KeyError: If there is no such state. The error lists the names that exist: none before the first step.
         """
-        number, mine = self.partition.find(which)
-        known, kinds = self.partition.known[number], dict[str, bool]()
+        _, known, mine = self.partition.find(which)
+        kinds: dict[str, bool] = {}
         for part in mine:
             elements, state = element_state(part.state, part), part.state
             kinds |= {key: key in elements for key, value in state.items() if value is not None}
@@ -405,8 +405,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             own.copy_(values)
 
     def _states(self, which: Tensor | str, name: str) -> _Values:
-        number, mine = self.partition.find(which)
-        known = self.partition.known[number]
+        _, known, mine = self.partition.find(which)
         for part in mine:
             if name not in part.state:
                 raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(part.state)}")
@@ -444,8 +443,8 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
     def _gradients(self, which: Tensor | str) -> _Values:
         self.finish_gradients()
-        (number, mine), slices = self.partition.find(which), self._reducer.slices
-        return self.partition.known[number], [(part, slices[part.slice].average_of(part.span)) for part in mine]
+        (_, known, mine), slices = self.partition.find(which), self._reducer.slices
+        return known, [(part, slices[part.slice].average_of(part.span)) for part in mine]
 
     # -- all parameters and states ------------------------------------------------------------------------------------
 

@@ -137,12 +137,12 @@ class PartitionedParameters:
     def parts(self) -> Iterator[Part]:
         return chain.from_iterable(bucket.parts for bucket in self.buckets)
 
-    def find(self, which: Tensor | str) -> tuple[int, list[Part]]:
-        """Find the number of a parameter, and this rank's parts of it in the order of its elements, or a KeyError."""
+    def find(self, which: Tensor | str) -> tuple[int, TrainedParameter, list[Part]]:
+        """Find a parameter, its number, and this rank's parts of it in the order of its elements; or a KeyError."""
         for number, known in enumerate(self.known):
             if which is known.tensor or (isinstance(which, str) and which == known.name):
                 mine = [part for part in self.parts() if part.param == number]
-                return number, sorted(mine, key=lambda part: part.span.start)
+                return number, known, sorted(mine, key=lambda part: part.span.start)
         legal = ", ".join(known.name for known in self.known[:8])
         what = repr(which) if isinstance(which, str) else f"a tensor of shape {tuple(which.shape)}"
         raise KeyError(f"{what} is not a trainable parameter of this optimizer: legal are {legal}, ...")

@@ -32,6 +32,7 @@ from tests.support.zero_runs import (
     Net,
     bits,
     different,
+    fresh,
     give_averages,
     loss_of,
     run_steps,
@@ -139,8 +140,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(rank: int, world_size: in
 
 @on_ranks(2)
 def test_torchs_gradient_scaler(rank: int, world_size: int) -> None:
-    model = Net()
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    model, optimizer = fresh(Case())
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=100)
     for step in range(4):
         bad = float("inf") if (rank, step) == (0, 3) else 1.0
@@ -164,16 +164,20 @@ def faulty(rank: int, world_size: int, kind: str) -> None:
     torch.manual_seed(rank if kind == "values" else 0)
     model: nn.Module = nn.Linear(32 + rank * (kind == "sizes"), 5)
     x = torch.ones(1, 32 + rank * (kind == "sizes"))
+    options: dict[str, Any] = {"reduce_bucket_size": 64, "ignore_unused_parameters": kind != "unused"}
     if kind == "sparse":
         model, x = nn.Embedding(10, 4, sparse=rank == 1), torch.tensor([1, 2])
     elif kind == "raises":
         model = Stack()
         if rank == 1:
             model.layers[2].weight.register_hook(stop)
+    elif kind == "messages":
+        options["grad_compression" if rank else "param_compression"] = "int4"
+    model.requires_grad_(kind != "unfrozen")
     params = [*model.parameters(), nn.Parameter(torch.ones(3))]
-    options = {"reduce_bucket_size": 64, "ignore_unused_parameters": kind != "unused"}
     optimizer = ZeroOptimizer(params, torch.optim.AdamW, **options)
-    model(x).sum().backward()
+    model.requires_grad_(kind != "unfrozen" or rank == 1)
+    (model(x).sum() + params[-1].sum() * (kind == "unfrozen")).backward()
     optimizer.step()
 
 
@@ -184,6 +188,8 @@ def faulty(rank: int, world_size: int, kind: str) -> None:
         ("unused", "ignore_unused_parameters=True"),
         ("sizes", "differ"),
         ("values", "alike at the start"),
+        ("messages", "bucket size or compression"),
+        ("unfrozen", "trainable parameters"),
         ("raises", ""),
     ],
 )
