@@ -5,26 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
 from tests.support.harness import on_ranks
 from tests.support.zero_runs import Case, Net, bits, different, give_averages, loss_of, run_steps, train_zero
 
 
-class Images(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
 def train_images(rank: int, layout: torch.memory_format | None, after: int) -> tuple[nn.Module, ZeroOptimizer]:
     """Four steps; the model changes its memory format after some of them."""
-    model = Images()
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 5, 3))
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, reduce_bucket_size=100)
     for step in range(4):
         if step == after and layout is not None:
@@ -40,7 +31,7 @@ def test_a_model_in_another_memory_format_trains_on(rank: int, world_size: int, 
     expected, plain = train_images(rank, None, 0)
     for after in (0, 2):
         model, optimizer = train_images(rank, torch.channels_last, after)
-        assert model.first.weight.is_contiguous(memory_format=torch.channels_last)
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
         torch.testing.assert_close(bits(model), bits(expected), rtol=1e-4, atol=1e-5)
         save_state(plain, f"{tmp_path}/contiguous")  # has no copies of the weights, and needs none
         load_state(optimizer, f"{tmp_path}/contiguous")
