@@ -140,7 +140,7 @@ def test_a_step_that_is_not_taken_leaves_no_trace(rank: int, world_size: int) ->
 def test_masters_are_read_written_and_lent(rank: int, world_size: int) -> None:
     """Masters are what is read, written and lent; values that other code writes into parameters reach them."""
     for dtype in (torch.float32, torch.bfloat16):
-        case = replace(SMALL, dtype=dtype)
+        case = replace(SMALL, dtype=dtype, options={**SMALL.options, "weight_decay": 0.01})
         (model, optimizer), (twin, other) = (train_zero(rank, replace(case, steps=steps)) for steps in (4, 2))
         replicas, masters = bits(twin), [master.to(dtype) for master in masters_of(twin, other)]
         assert list(different(bits(twin, trainable=True), masters)) != []

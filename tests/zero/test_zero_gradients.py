@@ -177,7 +177,8 @@ def faulty(rank: int, world_size: int, kind: str) -> None:
     params = [*model.parameters(), nn.Parameter(torch.ones(3))]
     optimizer = ZeroOptimizer(params, torch.optim.AdamW, **options)
     model.requires_grad_(kind != "unfrozen" or rank == 1)
-    (model(x).sum() + params[-1].sum() * (kind == "unfrozen")).backward()
+    loss = model(x).sum()
+    (loss + params[-1].sum() if kind == "unfrozen" else loss).backward()
     optimizer.step()
 
 
