@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -257,14 +257,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    @overload
-    def step(self, closure: None = None, grads: Iterable[Any] | None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float], grads: Iterable[Any] | None = None) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None, grads: Iterable[Any] | None = None) -> float | None:
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, grads: Iterable[Any] | None = None
+    ) -> float | None:
         """Take one step, on all ranks together.
 
         If a gradient is not finite on any rank the step is skipped on all: nothing changes, and ``step_was_skipped``
@@ -619,19 +615,17 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # -- one set of parameters: alike on all ranks after each step, but for 0/1 Adam -----------------------------------
 
-    @contextmanager
-    def averaged_parameters(self) -> Iterator[None]:
+    def averaged_parameters(self) -> AbstractContextManager[object]:
         """Inside, all ranks hold the same parameters, as they always do here. All ranks call."""
-        yield
+        return nullcontext()
 
     def own_parameters_restorer(self) -> Callable[[], None]:
         """Return a function that puts this rank's parameters back as they are now: nothing to do here."""
         return lambda: None
 
-    @contextmanager
-    def synced_parameters(self) -> Iterator[bool]:
+    def synced_parameters(self) -> AbstractContextManager[bool]:
         """Inside, the parameters are alike on all ranks, as they always are here. No collective call. Yields False."""
-        yield False
+        return nullcontext(False)
 
     @property
     def ranks_are_apart(self) -> bool:

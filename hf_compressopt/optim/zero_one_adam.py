@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -437,17 +437,13 @@ class ZeroOneAdam(CompressedOptimizer):
         """
         self._interval.settle()
 
-    @contextmanager
-    def averaged_parameters(self) -> Iterator[None]:
+    def averaged_parameters(self) -> AbstractContextManager[object]:
         """Inside, the parameters are the mean over ranks; at the end each rank has its own again. All ranks call."""
-        with self._interval.stand_in(self._interval.average):
-            yield
+        return self._interval.stand_in(self._interval.average)
 
-    @contextmanager
-    def synced_parameters(self) -> Iterator[bool]:
+    def synced_parameters(self) -> AbstractContextManager[bool]:
         """Inside, the parameters are those of the last sync, alike on all ranks; at the end this rank's own again."""
-        with self._interval.stand_in(self._interval.fill_with_anchor) as apart:
-            yield apart
+        return self._interval.stand_in(self._interval.fill_with_anchor)
 
     def parameters_replaced(self) -> None:
         """Continue from the present parameters, such as those of a model that was loaded. All ranks call; no messages.
