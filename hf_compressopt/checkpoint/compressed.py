@@ -53,11 +53,12 @@ def room_for_messages(
 
 @dataclass(frozen=True)
 class GroupBuffers:
-    """The moments and errors of a param group: the optimizer's own, or, in the stored form, those that a load fills."""
+    """What a param group has: the optimizer's own tensors, or, in the stored form, those that a load fills."""
 
     state: GroupState
     moments: Moments
     errors: GroupErrors
+    mask: Tensor | None
 
     @classmethod
     def room(cls, state: GroupState, header: Header, entries: Entries, rank: int, *, frozen: bool) -> GroupBuffers:
@@ -80,7 +81,10 @@ class GroupBuffers:
             served = state.compressed and str(TensorKey(Kind.SERVER, group=state.number)) in entries
             numel, errors = state.layout.numel if served else 0, copy(state.errors)
             errors.take(*(torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in range(2)))
-        return cls(state, moments, errors)
+        mask = None if (entry := entries.get(str(key(_MASK)))) is None else _room(entry)
+        if mask is not None:
+            options.check_mask(mask, state.params, state.number)
+        return cls(state, moments, errors, mask)
 
     def tensors(self, names: Sequence[str], own: Sequence[str], rank: int) -> Iterator[StateTensor]:
         """Yield the tensors of the group. ``own``: the kinds that are each rank's own; "param" is the parameter."""
@@ -113,7 +117,7 @@ class GroupBuffers:
                 yield StateTensor.of(TensorKey(kind, name), tensor, replicated=True)
 
     def _of_group(self) -> Iterator[StateTensor]:
-        """Yield what belongs to no one parameter: the rest of compact moments, and counts."""
+        """Yield what belongs to no one parameter: the rest of compact moments, counts, and the mask."""
         state, moments = self.state, self.moments
         key, replicated = partial(TensorKey, group=state.number, rank=state.own_rank), state.own_rank is None
         if moments.codes.numel():
@@ -126,6 +130,8 @@ class GroupBuffers:
         counts = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per == "parameter"}
         for kind, values in {Kind.STEP: state.steps, **counts, **state.group_extra}.items():
             yield StateTensor.of(key(kind), values, replicated=replicated)
+        if self.mask is not None:
+            yield StateTensor.of(key(_MASK), self.mask, replicated=replicated)
 
     def _of_errors(self, rank: int) -> Iterator[StateTensor]:
         number, errors = self.state.number, self.errors
@@ -151,6 +157,8 @@ class GroupBuffers:
             state.errors.take(self.errors.worker, self.errors.server)
         elif self.errors is not state.errors:
             state.errors.copy_(self.errors.worker, self.errors.server)
+        if self.mask is not None:
+            state.options[_MASK] = self.mask.to(state.device)
 
 
 class FlatState(State):
@@ -168,25 +176,17 @@ class FlatState(State):
     def tensors(self, names: Names) -> list[StateTensor]:
         optimizer = self._optimizer
         optimizer._follow_parameters()
-        buffers = [GroupBuffers(state, state.moments, state.errors) for state in optimizer._states]
-        masks = {n: group[_MASK] for n, group in enumerate(optimizer.param_groups) if group.get(_MASK) is not None}
-        return list(self._described(names, optimizer.last_plan.stage, buffers, masks, optimizer._tensors))
+        states = optimizer._states
+        buffers = [GroupBuffers(state, state.moments, state.errors, state.options.get(_MASK)) for state in states]
+        return list(self._described(names, optimizer.last_plan.stage, buffers, optimizer._tensors))
 
     def _described(
-        self,
-        names: Names,
-        stage: Stage,
-        buffers: Sequence[GroupBuffers],
-        masks: Mapping[int, Tensor],
-        tensors: Mapping[str, Tensor],
+        self, names: Names, stage: Stage, buffers: Sequence[GroupBuffers], tensors: Mapping[str, Tensor]
     ) -> Iterator[StateTensor]:
-        """The tensors of the param groups, as they are in a stage, their masks, and those of the whole optimizer."""
+        """The tensors of the param groups, as they are in a stage, and those of the whole optimizer."""
         for group, called in zip(buffers, names, strict=True):
             own = self._optimizer.own_tensors.get(stage, ()) if group.state.compressed else ()
             yield from group.tensors(called, own, self.communicator.rank)
-        for number, mask in masks.items():
-            own_rank = self._optimizer._states[number].own_rank
-            yield StateTensor.of(TensorKey(_MASK, group=number, rank=own_rank), mask, replicated=own_rank is None)
         for name, tensor in tensors.items():
             yield StateTensor.of(TensorKey(_OPTIMIZER, name), tensor, replicated=True)
 
@@ -201,9 +201,8 @@ class FlatState(State):
             return self._plan_plain(names, groups, entries)
         optimizer = self._optimizer
         optimizer._before_load()
-        masks, tensors = self._brought(entries)
-        for number, mask in masks.items():
-            options.check_mask(mask, optimizer._states[number].params, number)
+        found = {TensorKey.parse(name): entry for name, entry in entries.items()}
+        tensors = {key.owner: _room(entry) for key, entry in found.items() if key.kind == _OPTIMIZER}
         schedule = type(optimizer.schedule).of(header.values["schedule"])
         check_tensors(tensors, schedule)
         frozen, at = schedule.plan(header.values["step"] + 1).stage.number > 0, self.communicator.rank
@@ -211,15 +210,13 @@ class FlatState(State):
 
         def commit() -> None:
             load_groups(optimizer, groups)
-            for number, mask in masks.items():
-                optimizer.param_groups[number][_MASK] = mask.to(optimizer._states[number].device)
             for place in buffers:
                 place.commit(frozen=frozen)
             take_tensors(optimizer, tensors)
             load_header(optimizer, header.values)
             optimizer._state_loaded()
 
-        return list(self._described(names, Stage(header.values["stage"]), buffers, masks, tensors)), commit
+        return list(self._described(names, Stage(header.values["stage"]), buffers, tensors)), commit
 
     def _checked_groups(self, header: Header) -> list[dict[str, Any]]:
         optimizer, values = self._optimizer, header.values
@@ -233,19 +230,6 @@ class FlatState(State):
         for number, (group, found) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
             options.check_group({**group, **found}, number)
         return groups
-
-    def _brought(self, entries: Entries) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
-        """Memory for the masks of the param groups, and for the optimizer-wide tensors, that a checkpoint has."""
-        masks, tensors = {}, {}
-        for number, state in enumerate(self._optimizer._states):
-            entry = entries.get(str(TensorKey(_MASK, group=number, rank=state.own_rank)))
-            if entry is not None:
-                masks[number] = _room(entry)
-        for name, entry in entries.items():
-            key = TensorKey.parse(name)
-            if key.kind == _OPTIMIZER:
-                tensors[key.owner] = _room(entry)
-        return masks, tensors
 
     def _plan_plain(self, names: Names, groups: Sequence[dict[str, Any]], entries: Entries) -> LoadPlan:
         optimizer = self._optimizer

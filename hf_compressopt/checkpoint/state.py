@@ -163,14 +163,15 @@ class LowBitState(State):
         }
 
     def tensors(self, names: Names) -> list[StateTensor]:
+        self._gather_in_full()
         return self._described(names[0], self._errors)
 
     @abstractmethod
     def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> list[StateTensor]:
         """Describe worker and server errors."""
 
-    @abstractmethod
-    def _take_counters(self, steps: int, skipped_steps: int) -> None: ...
+    def _gather_in_full(self) -> None:
+        """Have the coming step gather whole parameters, since a checkpoint holds no replicas of them."""
 
     def _room(self, header: Header, entries: Entries) -> list[GroupErrors]:
         """The errors that a load fills, in the form of the checkpoint."""
@@ -178,7 +179,7 @@ class LowBitState(State):
 
     def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
         """Set the errors to zero if the run that saved had none."""
-        values = header.values
+        compression, values = self._compression, header.values
         if header.title != self._title:
             raise ValueError(f"it is of {header.title}, not of {self._title}")
         saved, rooms = {TensorKey.parse(name).kind for name in entries}, self._room(header, entries)
@@ -192,8 +193,9 @@ class LowBitState(State):
                     room.server.zero_()
                 if room is not errors:
                     errors.copy_(room.worker, room.server)
-            self._take_counters(values["step"], values["skipped_steps"])
-            self._compression.traffic.restore(values["bytes_sent"])
+            self._gather_in_full()
+            compression.steps, compression.skipped_steps = values["step"], values["skipped_steps"]
+            compression.traffic.restore(values["bytes_sent"])
 
         return [tensor for tensor in self._described(names[0], rooms) if tensor.key.kind in saved], commit
 
@@ -217,9 +219,6 @@ class CompressionState(LowBitState):
         self._gradients._buckets = []
         return [errors.remake() for errors in self._errors]
 
-    def _take_counters(self, steps: int, skipped_steps: int) -> None:
-        self._gradients.steps, self._gradients.skipped_steps = steps, skipped_steps
-
     def _room(self, header: Header, entries: Entries) -> list[GroupErrors]:
         (errors,), saved = self._errors, entries.get(str(TensorKey(Kind.SERVER, group=0)))
         alike = (self.communicator.world_size, self._bucket_numel) == tuple(
@@ -240,9 +239,8 @@ class FSDPState(LowBitState):
         self._fsdp, self._units, self._replica = compression, compression.units, peers.rank
         found = {n: p for errors in self._units for n, p in zip(errors.unit.names, errors.unit.params, strict=True)}
         params = {name: found[name] for name in sorted(found)}  # in one order, whatever the units are
-        ranks, together = TorchCommunicator(device=peers.device), 1
-        if compression.replicated:
-            together = compression.replica.world_size
+        ranks = TorchCommunicator(device=peers.device)
+        together = compression.replica.world_size if compression.replicated else 1
         place = peers.rank * together + (self._shard if compression.replicated else 0)
         if (ranks.world_size, ranks.rank) != (peers.world_size * together, place):
             raise ValueError(
@@ -251,14 +249,8 @@ class FSDPState(LowBitState):
             )
         super().__init__(compression, ranks, params, [errors.kept for errors in self._units], together)
 
-    def tensors(self, names: Names) -> list[StateTensor]:
-        """See the base class. The replicas of parameters are not saved: this run gathers anew, as one that resumes."""
+    def _gather_in_full(self) -> None:
         self._fsdp.gather_in_full()
-        return super().tensors(names)
-
-    def _take_counters(self, steps: int, skipped_steps: int) -> None:
-        self._fsdp.gather_in_full()
-        self._fsdp.set_counters(steps, skipped_steps)
 
     def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> list[StateTensor]:
         described: list[StateTensor] = []

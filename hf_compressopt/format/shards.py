@@ -72,10 +72,9 @@ class ShardFile:
         self._room = memoryview(bytearray(block_bytes)) if room is None else room
         try:
             self._file = open(path, "rb", buffering=0)
+            self.metadata, self.tensors = self._header(os.fstat(self._file.fileno()).st_size)
         except OSError as error:
             raise CheckpointError(f"{path} is not readable: {error}") from error
-        try:
-            self.metadata, self.tensors = self._header()
         except Exception as error:  # the file can hold anything
             self._file.close()
             raise CheckpointError(f"{path} is not readable as safetensors: {error}") from error
@@ -83,8 +82,7 @@ class ShardFile:
     def close(self) -> None:
         self._file.close()
 
-    def _header(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-        size = os.fstat(self._file.fileno()).st_size
+    def _header(self, size: int) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         head = bytearray(8)
         length = int.from_bytes(head[: self._fill(0, memoryview(head))], "little")
         if size < 8 or length > min(HEADER_CAP, size - 8):

@@ -324,6 +324,10 @@ class FSDPCompression:
         """Passes whose gradients were not finite."""
         return int(self._skipped)
 
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self._skipped.fill_(count)
+
     def metrics(self) -> dict[str, float]:
         """Numbers of the last pass and of the run so far, of this rank.
 
@@ -392,11 +396,7 @@ class FSDPCompression:
             errors.kept.copy_(worker, server)
         for gather, state in zip(self.gathers, state_dict["gathers"], strict=True):
             gather.load(state)
-        self.set_counters(state_dict["steps"], state_dict["skipped_steps"])
-
-    def set_counters(self, steps: int, skipped_steps: int) -> None:
-        self.steps = steps
-        self._skipped.fill_(skipped_steps)
+        self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
 
     def _place(self) -> dict[str, Any]:
         """Return the values that must be the same where the errors are loaded."""
