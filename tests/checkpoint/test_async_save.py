@@ -28,6 +28,7 @@ from tests.checkpoint.kinds import KINDS, train
 from tests.checkpoint.kinds import make as make_kind
 from tests.checkpoint.test_checkpoint import make
 from tests.support.harness import on_ranks, run_ranks, run_ranks_expecting_error
+from tests.support.memory import limited
 
 OPTIMIZERS = {
     "OnebitAdam": KINDS["onebit_adam_compressed_2"],
@@ -127,15 +128,7 @@ def test_the_next_save_and_a_load_wait_and_memory_is_used_again(tmp_path: Path) 
     assert len(names) == 3 and names[0].endswith("-of-00002.safetensors") and names[2] == "compressopt.index.json"
 
 
-@contextmanager
-def no_room() -> Iterator[None]:
-    """No file may grow beyond this many bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (400, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+NO_ROOM = resource.RLIMIT_FSIZE, 400
 
 
 def fail_in_the_background(rank: int, world_size: int, directory: str, then: str) -> None:
@@ -148,7 +141,7 @@ def fail_in_the_background(rank: int, world_size: int, directory: str, then: str
     with held_back() as gate:
         pending = async_save_state(optimizer, directory)  # sees nothing of it yet
         if rank == 1:
-            with no_room():
+            with limited(*NO_ROOM):
                 gate.set()
                 pending._thread.join()
         gate.set()
@@ -248,7 +241,7 @@ def test_a_save_in_an_exit_handler_that_can_start_no_thread_is_done_at_once(
     monkeypatch.setattr(threading.Thread, "start", start)
     assert async_save_state(optimizer, tmp_path).done()
     load_state(make_kind(OPTIMIZERS["AdamW"])[1], tmp_path)
-    with no_room(), pytest.raises(OSError, match="File too large"):
+    with limited(*NO_ROOM), pytest.raises(OSError, match="File too large"):
         async_save_state(optimizer, tmp_path / "other")
     wait_for_saves()  # it was told
 

@@ -7,14 +7,12 @@ the clock or at a random call into the file system, one of them is killed, and t
 import errno
 import io
 import math
-import mmap
 import multiprocessing
 import os
 import random
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +33,7 @@ from tests.checkpoint.test_checkpoint import make
 from tests.checkpoint.test_resharding import stored
 from tests.support.forking import forked
 from tests.support.harness import run_ranks
+from tests.support.memory import limited
 
 KILLS, SEED = 96, 20
 HOW = ("now", "async", "now, rotating", "async, rotating", "now, compact", "async, compact, rotating")
@@ -107,24 +106,11 @@ def opened(path: Any, mode: str = "r", *args: Any, opener: Any = None, open: Any
     return io.BufferedWriter(Watched(path, mode.replace("b", ""), opener=opener))
 
 
-class Progress:
-    """Versions that were begun and finished, in memory that outlives a rank."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 32)
-
-    def __getitem__(self, place: int) -> int:
-        return struct.unpack_from("q", self._memory, 8 * place)[0]
-
-    def __setitem__(self, place: int, value: int) -> None:
-        struct.pack_into("q", self._memory, 8 * place, value)
-
-
-READY, BEGUN, FINISHED = 0, 1, 2  # READY is the number of ranks' own slots: 0 and 3
+BEGUN, FINISHED = 1, 2  # places of versions in memory that outlives a rank; 0 and 3 tell that a rank is ready
 
 
 def save_again_and_again(
-    rank: int, store: str, folder: Path, how: str, version: int, progress: Progress, death: Any
+    rank: int, store: str, folder: Path, how: str, version: int, progress: Any, death: Any
 ) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     _, optimizer = make(2, state="compact" if "compact" in how else "float32")
@@ -154,7 +140,7 @@ def save_again_and_again(
 
 def one_life(folder: Path, how: str, version: int, chance: random.Random) -> tuple[int, int]:
     """Start two ranks, kill them. Returns the last versions that were begun and finished."""
-    progress, store = Progress(), f"{folder}.store"
+    progress, store = multiprocessing.RawArray("q", 4), f"{folder}.store"
     progress[BEGUN] = progress[FINISHED] = version
     victim, by = chance.randrange(2), chance.choices(("clock", "call", "rename"), (3, 4, 3))[0]
     death = {"clock": None, "call": (chance.randrange(1, 40), CALLS), "rename": (chance.randrange(1, 7), RENAME)}[by]
@@ -287,11 +273,9 @@ def save_until_full(rank: int, world_size: int, directory: str, mounted: bool, b
     save_state(optimizer, folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     train(rank, world_size, params, optimizer, range(4, 6))
-    limits, junk = resource.getrlimit(resource.RLIMIT_FSIZE), Path(directory, "junk")
+    junk, room = Path(directory, "junk"), resource.getrlimit(resource.RLIMIT_FSIZE)[0] if mounted else 10_000
     dist.barrier()
-    if not mounted:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    elif rank == 0:
+    if mounted and rank == 0:
         with pytest.raises(OSError, match="No space left"):  # all but the last 12 kB
             with open(junk, "wb", buffering=0) as file:
                 while True:
@@ -299,14 +283,13 @@ def save_until_full(rank: int, world_size: int, directory: str, mounted: bool, b
         os.truncate(junk, junk.stat().st_size - 12_288)
     dist.barrier()
     try:
-        async_save_state(optimizer, folder).result() if background else save_state(optimizer, folder)
+        with limited(resource.RLIMIT_FSIZE, room):
+            async_save_state(optimizer, folder).result() if background else save_state(optimizer, folder)
     except OSError as error:
         told = [type(error).__name__, str(error), str(error.errno)]
-    finally:
-        dist.barrier()
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        if rank == 0:
-            junk.unlink(missing_ok=True)
+    dist.barrier()
+    if rank == 0:
+        junk.unlink(missing_ok=True)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     _, other = make(world_size, shapes=[(300, 7), (11,), (0, 4), (5, 3, 2), (1,)])
     load_state(other, folder)

@@ -1,9 +1,9 @@
-"""`hf-compressopt consolidate` and `import`: checkpoints to and from one ordinary file of AdamW's state."""
+"""Checkpoints that cross over: to and from one file of AdamW's state, and between ZeroOptimizer and what it wraps."""
 
+import copy
 import json
-import os
+import math
 import re
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import hf_compressopt
-from hf_compressopt import FusedAdam, OnebitAdam, ZeroOneAdam, ZeroOptimizer, cli, load_state, save_state
+from hf_compressopt import FusedAdam, Lamb, OnebitAdam, ZeroOneAdam, ZeroOptimizer, cli, load_state, save_state
+from hf_compressopt.format.index import CheckpointError, sealed
 from tests.support.family import assign
-from tests.support.harness import run_ranks
-from tests.support.launching import run
+from tests.support.harness import on_ranks, run_ranks
+from tests.support.memory import MIB, peak_beyond
 
 SHAPES = [(37, 19), (61,), (), (0, 3), (5, 5)]
 GROUPS: list[dict[str, Any]] = [{"weight_decay": 0.1}, {"lr": 0.02, "weight_decay": 0.0, "betas": (0.8, 0.95)}]
@@ -273,6 +274,119 @@ def test_load_state_gives_adamw_and_its_like_what_consolidate_writes(case: str, 
         assert steps == wanted.state[wanted_params[0]]["step"] + 1
 
 
+# -- a ZeroOptimizer and the optimizer that it wraps -------------------------------------------------------------------
+
+WRAPPED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "FusedAdam": (FusedAdam, {"lr": 0.01}),
+    "Lamb": (Lamb, {"lr": 0.01}),
+}
+
+
+def make_plain(name: str, zero: bool, **options: Any) -> tuple[list[nn.Parameter], Any]:
+    torch.manual_seed(0)
+    named = [(f"p{i}", nn.Parameter(torch.randn(shape), requires_grad=i != 1)) for i, shape in enumerate(SHAPES)]
+    groups = [{"params": named[:2]}, {"params": named[2:], "lr": 0.02}]
+    cls, settings = WRAPPED[name]
+    params = [p for _, p in named]
+    return params, ZeroOptimizer(groups, cls, **settings, **options) if zero else cls(groups, **settings)
+
+
+@pytest.mark.invariant(2)
+@pytest.mark.parametrize("name", WRAPPED)
+@on_ranks(2)
+def test_the_next_steps_agree_after_crossing_over_either_way(
+    rank: int, world_size: int, name: str, tmp_path: Path
+) -> None:
+    """Three steps of one, then of both, bit for bit; in between ZeRO takes a checkpoint, or a state dict, or gives."""
+    for number, (first_is_zero, in_files) in enumerate(((True, True), (False, True), (False, False))):
+        params, optimizer = make_plain(name, first_is_zero)
+        train(0, params, optimizer, range(3))
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        others, other = make_plain(name, not first_is_zero)
+        assign(others, params)
+        if in_files:
+            save_state(optimizer, tmp_path / str(number))
+            load_state(other, tmp_path / str(number))
+        else:
+            other.load_state_dict(optimizer.state_dict())
+        assert [group["lr"] for group in other.param_groups] == [0.005, 0.01]
+        for made, its in ((optimizer, params), (other, others)):
+            train(0, its, made, range(3, 6))
+        assert all(torch.equal(p, q) for p, q in zip(params, others, strict=True)), number
+
+
+OUT_OF_RANGE = [
+    ("lr", "much", "lr must be of the kind of"),
+    ("lr", math.nan, "lr of param group 1 must be >= 0, got nan"),
+    ("lr", math.inf, "lr of param group 1 must be finite"),
+    ("weight_decay", math.nan, "weight_decay of param group 1 must be >= 0, got nan"),
+    ("eps", -1.0, "eps of param group 1 must be >= 0, got -1"),
+    ("betas", [1.0, 0.9], r"betas\[0\] must be in \[0, 1\), got"),
+    ("amsgrad", True, "amsgrad of param group 1 is True, and there is no max_exp_avg_sq/"),
+]
+
+
+@pytest.mark.invariant(27)
+def test_what_a_plain_optimizer_cannot_be_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    params, optimizer = make_plain("AdamW", zero=False)
+    train(0, params, optimizer, range(2))
+    before = [value.clone() for p in params for value in optimizer.state.get(p, {}).values()]
+    halves = [("p", nn.Parameter(torch.ones(4, dtype=torch.bfloat16)))]
+    for folder, other in (
+        ("onebit", OnebitAdam([nn.Parameter(torch.ones(3))])),
+        ("sgd", make_plain("SGD", zero=True)[1]),
+    ):
+        save_state(other, tmp_path / folder)
+        with pytest.raises(CheckpointError, match="compressopt.index.json does not fit"):
+            load_state(optimizer, tmp_path / folder)
+    save_state(ZeroOptimizer(halves, torch.optim.AdamW), tmp_path / "halves")
+    with pytest.raises(CheckpointError, match="master copy of p"):
+        load_state(torch.optim.AdamW(halves), tmp_path / "halves")
+    save_state(optimizer, tmp_path / "plain")
+    file = tmp_path / "plain" / "compressopt.index.json"
+    saved = json.loads(file.read_text())
+    for key, value, said in OUT_OF_RANGE:
+        index = copy.deepcopy(saved)
+        index["header"]["param_groups"][1][key] = value
+        file.write_bytes(sealed(index))
+        with pytest.raises(CheckpointError, match=said):
+            load_state(optimizer, tmp_path / "plain")
+    after = [value for p in params for value in optimizer.state.get(p, {}).values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_what_the_optimizer_itself_refuses_changes_nothing(tmp_path: Path) -> None:
+    params, optimizer = make_plain("AdamW", False)
+    for group in optimizer.param_groups:
+        group["amsgrad"] = True
+    train(0, params, optimizer, range(3))
+    save_state(optimizer, tmp_path)
+    others, fused = make_plain("FusedAdam", False)
+    train(0, others, fused, range(2))
+    before = {name: {p: state[name].clone() for p, state in fused.state.items()} for name in ("exp_avg", "exp_avg_sq")}
+    with pytest.raises(ValueError, match="amsgrad must be False"):
+        load_state(fused, tmp_path)
+    for name, tensors in before.items():
+        assert all(torch.equal(fused.state[p][name], tensor) for p, tensor in tensors.items())
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("not today")
+
+    _, again = make_plain("AdamW", False)
+    train(0, _, again, range(2))
+    kept = [state["exp_avg"].clone() for state in again.state.values()]
+    again.register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(ValueError, match="not today"):
+        load_state(again, tmp_path)
+    assert all(torch.equal(state["exp_avg"], old) for state, old in zip(again.state.values(), kept, strict=True))
+
+
+# -- more ways in and out ----------------------------------------------------------------------------------------------
+
 FREEZING: dict[str, dict[str, Any]] = {
     "OnebitAdam": {"freeze_step": 5, "fused_warmup": False},
     "OnebitLamb": {"freeze_step": 5},
@@ -450,23 +564,15 @@ def test_refusals_name_the_file_and_leave_nothing_behind(saved: Saved, tmp_path:
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["adam.pt"]
 
 
-CONSOLIDATE = """
-import sys
-from hf_compressopt import cli
-from hf_compressopt.checkpoint import portable  # with torch
-
-def peak():
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-
-open("/proc/self/clear_refs", "w").write("5")
-before = peak()
-for out in sys.argv[2:]:
-    assert cli.main(["consolidate", sys.argv[1], out]) == 0
-print(peak() - before)
-"""
+def consolidate_both(rank: int, world_size: int, folder: str) -> float:
+    """By how many MiB a process grows at most."""
+    return peak_beyond(
+        lambda: [command("consolidate", folder, f"{folder}/adam{suffix}") for suffix in (".pt", ".safetensors")]
+    )
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("fresh_ranks")
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     """A state of 320 MB, whose moments are all scaled, within 64 MB."""
     named = [("a", nn.Parameter(torch.ones(25_000_000))), ("b", nn.Parameter(torch.ones(15, 10**6)))]
@@ -477,8 +583,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
         state.exp_avg_sq.fill_(0.25)
         state.steps.fill_(3)
     save_state(optimizer, tmp_path)
-    outs = [str(tmp_path / "adam.pt"), str(tmp_path / "adam.safetensors")]
-    assert int(run([sys.executable, "-c", CONSOLIDATE, str(tmp_path), *outs]).stdout) < 64e6
-    value = torch.load(outs[0], weights_only=True, mmap=True)["state"][1]["exp_avg_sq"]
+    assert run_ranks(1, consolidate_both, str(tmp_path), timeout=240)[0] < 64e6 / MIB
+    value = torch.load(tmp_path / "adam.pt", weights_only=True, mmap=True)["state"][1]["exp_avg_sq"]
     assert value.shape == (15, 10**6) and value[-1, -1] == pytest.approx(0.25 * (1 - 0.999**3))
-    assert all(os.path.getsize(out) > 320e6 for out in outs)
+    assert all((tmp_path / f"adam{suffix}").stat().st_size > 320e6 for suffix in (".pt", ".safetensors"))

@@ -209,14 +209,6 @@ def test_a_failed_save_that_nobody_asked_about_gives_an_exit_code(tmp_path: Path
     assert (asked.returncode, asked.stdout) == (0, "trained\nknown\n"), asked.stderr
 
 
-def test_import_needs_no_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    torch.save(adamw().state_dict(), tmp_path / "optimizer.pt")
-    import_state(tmp_path / "optimizer.pt", tmp_path)
-    index = json.loads((tmp_path / "compressopt.index.json").read_text())
-    assert len(index["shards"]) == 1 and index["header"]["world_size"] == 1
-
-
 def test_a_save_follows_no_link(tmp_path: Path) -> None:
     """The names of the index under way and of the lock can be foreseen: who may write there could redirect a save."""
     folder, precious = tmp_path / "out", tmp_path / "precious"

@@ -1,10 +1,5 @@
 """The plan of what a rank reads: every byte that it wants once, from wherever it lies, and nothing else."""
 
-import re
-from dataclasses import replace
-from typing import Any
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,12 +7,6 @@ from hf_compressopt.format.index import DTYPES, CheckpointIndex, Piece, Shard, T
 from hf_compressopt.format.plan import Plan, StateTensor, TensorKey, plan_reads
 
 Contents = dict[tuple[int, str], bytes]
-SHARED, W = TensorKey("x", "shared"), TensorKey("x", "w")
-
-
-def error_of(rank: int) -> StateTensor:
-    key = TensorKey("e", group=0, rank=rank)
-    return StateTensor(key, "float32", (3,), 0, 3, of_each_rank=True, is_error=True)
 
 
 @st.composite
@@ -68,7 +57,8 @@ def test_a_range_of_what_is_shared_is_read_once_and_alone(data: st.DataObject) -
     entry = index.tensors["x/shared"]
     start = data.draw(st.integers(0, entry.numel))
     stop = data.draw(st.integers(start, entry.numel))
-    plan = plan_reads(index, StateTensor(SHARED, entry.dtype, entry.shape, start, stop), data.draw(st.integers(1, 6)))
+    wanted = StateTensor(TensorKey("x", "shared"), entry.dtype, entry.shape, start, stop)
+    plan = plan_reads(index, wanted, data.draw(st.integers(1, 6)))
     expected = whole["x/shared"][start * entry.itemsize : stop * entry.itemsize]
     assert carry_out(plan, contents) == [expected]
     windows = list(plan.windows(data.draw(st.sampled_from([1, 7, 64, 1000]))))
@@ -88,92 +78,3 @@ def test_what_is_each_ranks_own_has_one_source_on_as_many_ranks_and_all_on_other
     sources = [rank] if world_size == saved_ranks else list(range(saved_ranks))
     plan = plan_reads(index, wanted, world_size)
     assert carry_out(plan, contents) == [whole[f"own/rank{source}/x"] for source in sources]
-
-
-def index_of(tensors: dict[str, TensorEntry], ranks: int = 2, **fields: Any) -> CheckpointIndex:
-    return CheckpointIndex(
-        **{
-            "save_id": "0",
-            "block_bytes": 8,
-            "header": {},
-            "parameters": [],
-            "shards": [Shard(f"s{r}", 100) for r in range(ranks)],
-            "tensors": tensors,
-            **fields,
-        }
-    )
-
-
-X = TensorEntry("float32", (3,), (Piece(0, "x", 0, 3, ("", "")),))
-
-
-@pytest.mark.parametrize(
-    ("wanted", "said"),
-    [
-        (StateTensor(TensorKey("y", "w"), "float32", (3,), 0, 3), "has no tensor 'y/w'"),
-        (StateTensor(W, "bfloat16", (3,), 0, 3), "has 'x/w' as float32 [3], needed is bfloat16 [3]"),
-        (StateTensor(W, "float32", (1, 3), 0, 3), "needed is float32 [1, 3]"),
-        (StateTensor(W, "float32", (3,), 2, 4), "has 'x/w' with 3 elements, needed are 2 to 4"),
-        (error_of(0), "has no tensor 'e/group0/rank0'"),
-    ],
-)
-def test_what_is_not_there_is_named(wanted: StateTensor, said: str) -> None:
-    for world_size in (2, 3):
-        with pytest.raises(ValueError, match=re.escape(said)):
-            plan_reads(index_of({"x/w": X}), wanted, world_size)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "size", "world_size", "mine", "sources"),
-    [
-        (4, 2, 4, 2, [1]),  # the same nodes
-        (4, 2, 4, 1, [0, 1]),
-        (4, 1, 4, 2, [0, 1, 2, 3]),
-        (4, 2, 2, 1, [0, 1]),  # as many ranks as there were nodes
-        (4, 2, 8, 4, [0, 1]),
-        (4, 4, 4, 2, [0]),
-    ],
-)
-def test_worker_errors_are_of_nodes(ranks: int, size: int, world_size: int, mine: int, sources: list[int]) -> None:
-    nodes = range(ranks // size)
-    tensors = {
-        f"e/group0/rank{node}": TensorEntry("float32", (3,), (Piece(node * size, f"e{node}", 0, 3, ("", "")),))
-        for node in nodes
-    }
-    wanted = replace(error_of(1), node_size=mine, start=1)
-    plan = plan_reads(index_of(tensors, ranks, header={"node_size": size}), wanted, world_size)
-    assert [reads[0].piece.key for reads in plan.sources] == [f"e{source}" for source in sources]
-    assert all((reads[0].begin, reads[0].end) == (4, 12) for reads in plan.sources)
-    for bad in (0, -1, 3, 2.0, "2", True, None):
-        with pytest.raises(ValueError, match="node_size must divide the 4 ranks"):
-            plan_reads(index_of(tensors, ranks, header={"node_size": bad}), wanted, world_size)
-    own = replace(wanted, is_error=False, node_size=1)  # of 0/1 Adam: each rank has its own, whatever the topology
-    with pytest.raises(ValueError, match="has no tensor"):
-        plan_reads(index_of({}, ranks, header={"node_size": size}), own, ranks)
-
-
-def test_errors_that_one_rank_did_not_save_are_zero_but_not_those_of_more() -> None:
-    wanted = error_of(1)
-    assert plan_reads(index_of({"x/w": X}, ranks=1), wanted, 2) == Plan((), 12)
-    error = TensorEntry("float32", (3,), (Piece(0, "e", 0, 3, ("", "")),))
-    assert len(plan_reads(index_of({"e/group0/rank0": error}, ranks=1), wanted, 2).sources) == 1
-    with pytest.raises(ValueError, match="has no tensor 'e/group0/rank1'"):
-        plan_reads(index_of({"e/group0/rank0": error}, ranks=2), wanted, 3)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "said"),
-    [
-        ([(0, "a", 0, 2, 1), (0, "b", 1, 3, 1)], "overlap"),
-        ([(0, "a", 0, 1, 1), (0, "b", 2, 3, 1)], "overlap, leave gaps"),
-        ([(2, "a", 0, 3, 2)], "in no shard"),
-        ([(0, "a", 0, 3, 1)], "1 checksums for 2 blocks"),
-        ([(0, "a", 0, 2, 1)], "2 of its 3 elements"),
-        ([(0, "a", 0, 2, 1), (0, "a", 2, 3, 1)], "no room"),
-        ([(0, "a", 0, 10**30, 1)], "no room"),
-    ],
-)
-def test_pieces_that_do_not_make_up_their_tensor_are_refused(pieces: list[Any], said: str) -> None:
-    made = tuple(Piece(shard, key, start, stop, ("",) * sums) for shard, key, start, stop, sums in pieces)
-    with pytest.raises(ValueError, match=said):
-        index_of({"x": TensorEntry("float32", (3,), made)}).validate()

@@ -1,15 +1,12 @@
 """Shards: what safetensors and we write and read, what nobody should have written, and the progress of big ones."""
 
 import errno
-import fcntl
 import io
 import json
 import os
-import pty
 import re
 import resource
-import struct
-import termios
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +24,8 @@ from hf_compressopt.checkpoint.portable import write_torch_file
 from hf_compressopt.format import shards
 from hf_compressopt.format.index import BLOCK_BYTES, DTYPES, CheckpointError, Piece, TensorEntry
 from hf_compressopt.format.shards import ShardFile, write_shard
-from tests.support.forking import forked
 from tests.support.harness import run_ranks
+from tests.support.memory import limited
 
 
 @pytest.mark.parametrize("block_bytes", [7, 64, 4096])
@@ -135,12 +132,8 @@ def test_more_shards_than_a_process_may_open_files_are_read(tmp_path: Path, monk
     param = torch.nn.Parameter(torch.zeros(300))
     optimizer = torch.optim.SGD([("p", param)], lr=1.0, momentum=0.9)
     monkeypatch.setattr(shards, "_MOST_OPEN", 2)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, limits[1]))
-    try:
+    with limited(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")) + 2):
         load_state(optimizer, tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.arange(300.0))
 
 
@@ -222,13 +215,9 @@ def test_a_full_disk_leaves_no_file(allocation: str, tmp_path: Path, monkeypatch
         assert allocation != "of the whole file", "it was begun"
         return [bytes(1 << 21)]
 
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-    try:
-        with pytest.raises(OSError, match=re.escape(str(tmp_path / "file.")) + ".*[.]tmp") as caught:
-            write_shard(tmp_path / "file", {"a": ("uint8", (1 << 21,))}, {}, parts_of)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    told = re.escape(str(tmp_path / "file.")) + ".*[.]tmp"
+    with limited(resource.RLIMIT_FSIZE, 1 << 20), pytest.raises(OSError, match=told) as caught:
+        write_shard(tmp_path / "file", {"a": ("uint8", (1 << 21,))}, {}, parts_of)
     assert caught.value.errno == errno.EFBIG and [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
@@ -290,45 +279,24 @@ def test_a_file_under_way_has_a_name_of_its_own_and_the_old_one_stays(suffix: st
     assert (torch.load if suffix == ".pt" else load_file)(path)["a"] == 7
 
 
-def save_and_load(stderr: str, folder: str, big: int) -> None:
-    """Save and load in a process of its own. big: from so many bytes on, a checkpoint counts as big."""
-    os.dup2(os.open(stderr, os.O_WRONLY | os.O_NOCTTY), 2)
-    shards.BIG = big
+def test_big_checkpoints_show_their_progress_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     weight = torch.nn.Parameter(torch.ones(100_000))
     optimizer = torch.optim.AdamW([weight])
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    save_state(optimizer, folder)
-    load_state(optimizer, folder)
 
+    def shown(big: int, terminal: bool) -> str:
+        monkeypatch.setattr(shards, "BIG", big)
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+        save_state(optimizer, tmp_path)
+        load_state(optimizer, tmp_path)
+        return capsys.readouterr().err
 
-def shown(folder: Path, big: int, terminal: bool) -> str:
-    """The text that a save and a load write to stderr."""
-    if not terminal:
-        (file := folder.with_suffix(".stderr")).touch()
-        process = forked(save_and_load, str(file), str(folder), big)
-        process.join(60)
-        assert process.exitcode == 0, file.read_text()
-        return file.read_text()
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
-    process = forked(save_and_load, os.ttyname(theirs), str(folder), big)
-    process.join(60)
-    assert process.exitcode == 0
-    os.write(theirs, b"END")
-    found = b""
-    while not found.endswith(b"END"):
-        found += os.read(ours, 65536)
-    os.close(ours)
-    os.close(theirs)
-    return found.decode()
-
-
-def test_big_checkpoints_show_their_progress_on_a_terminal(tmp_path: Path) -> None:
-    text = shown(tmp_path / "a", 1000, terminal=True)
+    text = shown(1000, terminal=True)
     assert "saving compressopt-" in text and "loading compressopt.index.json" in text and "800k" in text
-    assert "saving" not in shown(tmp_path / "b", 10**9, terminal=True)
-    assert "saving" not in shown(tmp_path / "c", 1000, terminal=False)
+    assert shown(10**9, terminal=True) == shown(1000, terminal=False) == ""
 
 
 def test_a_progress_bar_obeys_hugging_faces_switch(capsys: pytest.CaptureFixture[str]) -> None:

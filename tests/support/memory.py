@@ -1,7 +1,9 @@
-"""Peaks of resident memory, as Linux counts it."""
+"""Peaks of resident memory, as Linux counts it, and limits on what a process may take."""
 
 import ctypes
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MIB = 1 << 20
@@ -17,6 +19,17 @@ def peak_beyond(action: Callable[[], object]) -> float:
     before = _kilobytes("VmRSS:")
     action()
     return (_kilobytes("VmHWM:") - before) / 1024
+
+
+@contextmanager
+def limited(what: int, most: int) -> Iterator[None]:
+    """Inside the block a resource of this process is limited, such as the size of a file: resource.RLIMIT_FSIZE."""
+    limits = resource.getrlimit(what)
+    resource.setrlimit(what, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, limits)
 
 
 def _kilobytes(field: str) -> int:
