@@ -122,8 +122,7 @@ class GradientCompression:
             ValueError: For an option outside its range, and for parameters on several devices.
             TypeError: For what are no parameters, and for those of another dtype than float32, bfloat16 or float16.
         """
-        if compression not in FORMATS:
-            raise ValueError(f"compression must be one of {sorted(FORMATS)}, got {compression!r}")
+        self.bits = bits_of("compression", compression)
         check_state(state)
         bucket_numel, wanted = bucket_numel_of(bucket_cap_mb), TopologyOptions(topology, node_size, node_bits)
         rows = [p if isinstance(p, tuple) else (str(index), p) for index, p in enumerate(_iterable(params))]
@@ -136,11 +135,10 @@ class GradientCompression:
         if len(devices) > 1:
             raise ValueError(f"all parameters must be on one device, got {sorted(map(str, devices))}")
         device = next(iter(devices), torch.device("cpu"))
-        self.bits, self.traffic = FORMATS[compression], Traffic()
-        self.steps = self.skipped_steps = 0
+        self.traffic, self.steps, self.skipped_steps = Traffic(), 0, 0
         flat = make_communicator(communicator, process_group, device=device, traffic=self.traffic, cuda_aware=False)
         self.communicator = with_topology(flat, wanted)
-        self._loss_scale = loss_scale or unscaled
+        self._loss_scale = loss_scale
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self.errors = GroupErrors(self.layout, self.communicator, device, compact=state == "compact", used=True)
         self._rounds, self._buckets = GradientRounds(), list[IntegerBucket]()
@@ -222,13 +220,8 @@ class GradientCompression:
             ValueError: If the state dict does not fit; nothing has changed then.
         """
         mine = self.state_dict()
-        for key in ("bits", "bucket_numel", "world_size", "rank", NODE_SIZE):
-            theirs = state_dict.get(key, 1) if key == NODE_SIZE else state_dict[key]
-            if theirs != mine[key]:
-                raise ValueError(
-                    f"the state dict has {key}={theirs}, this rank {mine[key]}: load it with the same "
-                    "options, number of ranks and rank"
-                )
+        keys = "bits", "bucket_numel", "world_size", "rank", NODE_SIZE
+        check_place({NODE_SIZE: 1, **state_dict}, {key: mine[key] for key in keys})
         for key in ("worker_error", "server_error"):
             if state_dict[key].shape != mine[key].shape:
                 raise ValueError(
@@ -272,10 +265,7 @@ class GradientCompression:
     def _start(self) -> None:
         """Start the round of a step. All ranks call."""
         self._check_ranks()
-        scale = float(self._loss_scale())
-        if not (scale > 0 and math.isfinite(scale)):
-            raise ValueError(f"loss_scale must return a finite number > 0, got {scale}")
-        old = self.errors.feedback
+        scale, old = scale_of(self._loss_scale), self.errors.feedback
         if not self._buckets:
             rows = zip(self.layout.buckets, old, strict=True)
             self._buckets = [IntegerBucket(b, self.params, self.communicator, 0, e, self.bits) for b, e in rows]
@@ -290,15 +280,35 @@ class GradientCompression:
         self.traffic.end_step()
 
 
+def bits_of(option: str, value: str, *others: str) -> int:
+    """Return the bits that a value of an option stands for; 0 for ``others``, which are legal beside the formats."""
+    if value not in (*FORMATS, *others):
+        raise ValueError(f"{option} must be one of {[*FORMATS, *others]}, got {value!r}")
+    return FORMATS.get(value, 0)
+
+
 def check_state(state: str) -> None:
     """Check a value of the option ``state``."""
     if state not in STATES:
         raise ValueError(f"state must be one of {list(STATES)}, got {state!r}")
 
 
-def unscaled() -> float:
-    """Return the loss scale of gradients that carry none."""
-    return 1.0
+def check_place(state_dict: dict[str, Any], mine: dict[str, Any]) -> None:
+    """Check that a state dict was saved in the same place as this rank's, and with the same options."""
+    for key, value in mine.items():
+        if state_dict[key] != value:
+            raise ValueError(
+                f"the state dict has {key}={state_dict[key]}, this rank {value}: load it with the same options and "
+                "parameters, on the same ranks"
+            )
+
+
+def scale_of(loss_scale: Callable[[], float] | None) -> float:
+    """Return the factor that the gradients of the coming step carry; 1 without a function that returns it."""
+    scale = 1.0 if loss_scale is None else float(loss_scale())
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"loss_scale must return a finite number > 0, got {scale}")
+    return scale
 
 
 def _iterable(params: Any) -> Iterable[Any]:

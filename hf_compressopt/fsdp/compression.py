@@ -2,18 +2,13 @@
 
 **Replicas** (a mesh of 2 dimensions). FSDP2 reduces the gradients of a unit, the parameters of one ``fully_shard``
 call, among the ranks of a replica: each has its shard then. The ranks of the same place in all replicas average that
-shard by the compressed all-reduce of :mod:`hf_compressopt.collectives.exchange`, with error feedback, where FSDP2 on a
-2-D mesh has an all-reduce:
+shard by (1) and (2) of :mod:`hf_compressopt.grad_compression`, where FSDP2 on a 2-D mesh has an all-reduce. All
+replicas get the same bits. The errors belong to this rank's shards.
 
-    u = g_r + worker_error;  messages <- Q(u);  worker_error <- u - Q(u)                        (1)
-    a = mean_r Q(u_r) + server_error;  g <- Q(a);  server_error <- a - Q(a)                     (2)
-
-All replicas get the same bits. The errors belong to this rank's shards.
-
-**No replicas** (a mesh of 1 dimension). The place of FSDP2's reduce-scatter takes (1), by which every rank sends the
-gradients of all shards, so that its worker errors are as many as the model has parameters. The owner of a shard
-averages in float32, in rank order: g <- mean_r Q(u_r). With ``param_compression`` the parameters travel as differences
-(SDP4Bit, arXiv 2410.15526). All ranks have alike replicas of all parameters p, with which they compute:
+**No replicas** (a mesh of 1 dimension). (1) takes the place of FSDP2's reduce-scatter: every rank sends the gradients
+of all shards, so that its worker errors are as many as the model has parameters. The owner of a shard averages in
+float32, in rank order: g <- mean_r Q(u_r). With ``param_compression`` the parameters travel as differences (SDP4Bit,
+arXiv 2410.15526). All ranks have alike replicas of all parameters p, with which they compute:
 
     message <- Q(p - replica) of the owner;  replica <- replica + Q(p - replica) on all ranks   (3)
 
@@ -30,6 +25,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +49,7 @@ from hf_compressopt.collectives.gradients import IntegerBucket
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import SIGNS_PER_BYTE, Bucket, FlatLayout, bucket_numel_of, chunk_numel
 from hf_compressopt.fsdp.units import Unit, units_of
-from hf_compressopt.grad_compression import FORMATS, check_state, unscaled
+from hf_compressopt.grad_compression import bits_of, check_place, check_state, scale_of
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment
 from hf_compressopt.optim.math import bit_sum
 
@@ -274,7 +270,7 @@ class FSDPCompression:
         bits: int,
         param_bits: int,
         bucket_numel: int,
-        loss_scale: Callable[[], float],
+        loss_scale: Callable[[], float] | None,
         compact: bool,
     ) -> None:
         """Allocate the errors, in 8 bits if they are ``compact``, and hook into FSDP2: see :func:`compress_fsdp`."""
@@ -385,12 +381,7 @@ class FSDPCompression:
         Raises:
             ValueError: If the state dict does not fit; nothing has changed then.
         """
-        for key, mine in self._place().items():
-            if state_dict[key] != mine:
-                raise ValueError(
-                    f"the state dict has {key}={state_dict[key]}, this rank {mine}: load it on the same mesh, with the "
-                    "same options and units"
-                )
+        check_place(state_dict, self._place())
         rows = zip(self.units, state_dict["worker_errors"], state_dict["server_errors"], strict=True)
         for errors, worker, server in rows:
             errors.kept.copy_(worker, server)
@@ -448,7 +439,7 @@ class FSDPCompression:
         if task == self._pass:
             return
         self._check_ranks()
-        self._pass, self._faults, self._scale = task, [], float(self._loss_scale())
+        self._pass, self._faults, self._scale = task, [], scale_of(self._loss_scale)
         for errors in self.units:  # of a pass that raised before its end
             errors.used = False
         Variable._execution_engine.queue_callback(self._end_pass)
@@ -488,16 +479,16 @@ class FSDPCompression:
             self._checked = True
 
 
+@dataclass
 class ReduceScatter(Allocator):
     """A reduce-scatter as FSDP2 calls it: see torch's ReduceScatter."""
 
-    def __init__(self, scatter: Callable[[Tensor, Tensor, Any], None]) -> None:
-        self._scatter = scatter
+    scatter: Callable[[Tensor, Tensor, Any], None]
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        self._scatter(output_tensor, input_tensor, op)
+        self.scatter(output_tensor, input_tensor, op)
 
 
 def compress_fsdp(
@@ -547,12 +538,9 @@ def compress_fsdp(
     """
     if not hasattr(mesh, "get_group"):
         raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}: call compress_fsdp(model, mesh, 'int4')")
-    if compression not in FORMATS:
-        raise ValueError(f"compression must be one of {sorted(FORMATS)}, got {compression!r}")
+    bits, param_bits = bits_of("compression", compression), bits_of("param_compression", param_compression, "none")
     check_state(state)
-    if param_compression not in (*FORMATS, "none"):
-        raise ValueError(f"param_compression must be one of {[*FORMATS, 'none']}, got {param_compression!r}")
-    if param_compression != "none" and mesh.ndim > 1:
+    if param_bits and mesh.ndim > 1:
         raise ValueError(
             f"param_compression={param_compression} needs a mesh of 1 dimension, since no parameters travel between "
             "replicas: leave it out, or shard the model over all ranks"
@@ -564,5 +552,5 @@ def compress_fsdp(
             compression,
             mesh.size(1),
         )
-    bits, numel = (FORMATS[compression], FORMATS.get(param_compression, 0)), bucket_numel_of(bucket_cap_mb)
-    return FSDPCompression(model, mesh, *bits, numel, loss_scale or unscaled, compact=state == "compact")
+    bucket_numel = bucket_numel_of(bucket_cap_mb)
+    return FSDPCompression(model, mesh, bits, param_bits, bucket_numel, loss_scale, compact=state == "compact")
