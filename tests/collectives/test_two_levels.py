@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_compressopt import GradientCompression, OnebitAdam, average_gradients
 from hf_compressopt.collectives import topology
-from hf_compressopt.collectives.topology import Levels, Topology, TopologyOptions, node_size_of_hosts, with_topology
+from hf_compressopt.collectives.topology import Topology, TopologyOptions, node_size_of_hosts, with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.oracles.simulation import chunk_bounds, simulate_compressed_all_reduce
 from tests.support.exchanging import average_, zero_feedback
@@ -60,14 +60,8 @@ def test_nodes_are_found_from_hosts_and_the_launcher() -> None:
 # -- the exchange -----------------------------------------------------------------------------------------------------
 
 
-def in_levels(node_size: int, node_bits: int = 32) -> TorchCommunicator:
-    ranks = TorchCommunicator()
-    place = Topology(ranks.world_size, ranks.rank, node_size)
-    node = ranks.part([rank for rank in range(ranks.world_size) if rank // node_size == place.node])
-    peers = ranks.part([rank for rank in range(ranks.world_size) if rank % node_size == place.place])
-    node.traffic = ranks.traffic.inside_node()
-    ranks.levels = Levels(node, peers, TopologyOptions(node_bits=node_bits).node_dtype)
-    return ranks
+def in_levels(node_size: int, node_bits: int = 32) -> Any:
+    return with_topology(TorchCommunicator(), TopologyOptions(node_size=node_size, node_bits=node_bits))
 
 
 def inputs(numel: int, world_size: int) -> np.ndarray:
@@ -237,11 +231,11 @@ def test_dropped_optimizers_leave_no_groups_behind(rank: int, world_size: int) -
 
 
 def dies(rank: int, world_size: int, folder: str) -> None:
-    ranks = with_topology(TorchCommunicator(), TopologyOptions(node_size=2))
+    ranks = in_levels(2)
     feedback = zero_feedback(1000, ranks)
     average_(torch.ones(1000), feedback, ranks)
     if rank == 3:  # inside the node all is done, and its peer waits for it
-        ranks.levels.peers.all_to_all = lambda *args, **splits: os._exit(7)  # type: ignore[union-attr]
+        ranks.levels.peers.all_to_all = lambda *args, **splits: os._exit(7)
     try:
         average_(torch.ones(1000), feedback, ranks)
     except RuntimeError as error:

@@ -11,15 +11,10 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce, run_tasks
 
 
-def zero_feedback(numel: int, ranks: Communicator, *, compact: bool = False) -> ErrorFeedback:
-    def zeros(count: int, chunks: int = 1) -> kernels.Errors:
-        return kernels.CompactErrors.zeros(count, chunks) if compact else torch.zeros(count)
-
-    worker = (zeros(numel, ranks.world_size),)
-    if ranks.levels is not None:
-        worker = tuple(zeros(count) for count in ranks.topology.sent_numels(numel) if count)
+def zero_feedback(numel: int, ranks: Communicator) -> ErrorFeedback:
+    counts = [numel] if ranks.levels is None else [count for count in ranks.topology.sent_numels(numel) if count]
     start, stop = ranks.topology.own_range(numel)
-    return ErrorFeedback(worker, zeros(stop - start))
+    return ErrorFeedback(tuple(map(torch.zeros, counts)), torch.zeros(stop - start))
 
 
 def average_(
@@ -42,10 +37,7 @@ def errors_everywhere(state: Any, ranks: Communicator) -> tuple[np.ndarray, np.n
     state: a GradientCompression, or the state of an optimizer's param group.
     """
     found, errors = [], state.errors
-    for values, range_of in (
-        (errors.worker_values(), errors.sent_range),
-        (errors.server_values(), errors.own_range),
-    ):
+    for values, range_of in zip(errors.values(), (errors.sent_range, errors.own_range), strict=True):
         own, at = torch.full((state.layout.numel,), torch.nan), 0
         for bucket in state.layout.buckets if values.numel() else ():
             start, stop = range_of(bucket)
