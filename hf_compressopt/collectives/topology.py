@@ -137,10 +137,6 @@ class TopologyOptions:
                 "topology='hierarchical', or leave node_size out"
             )
 
-    @property
-    def node_dtype(self) -> torch.dtype:
-        return _NODE_DTYPES[self.node_bits]
-
 
 def node_size_of_hosts(hosts: Sequence[str], announced: Sequence[Any]) -> tuple[int, str]:
     """Return the ranks per node that all ranks can be divided by, and if there are none, the reason."""
@@ -191,7 +187,7 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
     peers = communicator.part([rank for rank in ranks if rank % size == mine.place])
     node.traffic = communicator.traffic.inside_node()
     found = copy(communicator)
-    found.levels = Levels(node, peers, wanted.node_dtype)
+    found.levels = Levels(node, peers, _NODE_DTYPES[wanted.node_bits])
     if wanted.node_size is None and wanted.topology == AUTO:
         found.timed = found.levels
         found.levels = found.timed if _measured_to_pay(communicator, found.timed) else None

@@ -302,15 +302,6 @@ class FSDPCompression:
             gather.unit.set_all_gather(gather, gather.reset)
 
     @property
-    def replicas(self) -> int:
-        return self.communicator.world_size if self.replicated else 1
-
-    @property
-    def numel(self) -> int:
-        """Elements of this rank's shards, padding included."""
-        return sum(errors.unit.numel for errors in self.units)
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """All parameters as one param group, as a checkpoint expects it."""
         return [{"params": [param for errors in self.units for param in errors.unit.params]}]
@@ -334,17 +325,18 @@ class FSDPCompression:
             seconds blocked so far).
         """
         ranks, gathered = self.communicator.world_size, sum(gather.unit.gathered_nbytes for gather in self.gathers)
-        full = (ranks - 1) * (4 * self.numel * (2 / ranks if self.replicated else 1) + gathered)
+        numel = sum(errors.unit.numel for errors in self.units)  # of this rank's shards, padding included
+        full = (ranks - 1) * (4 * numel * (2 / ranks if self.replicated else 1) + gathered)
         numbers = self.traffic.metrics(full, self.traffic.step_bytes, node_size=1)
         numbers.pop("bytes_sent_in_node", None)  # inside a replica FSDP2 sends, and does not tell
         return {"skipped_steps": float(self.skipped_steps), **numbers}
 
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
-        ranks = self.replica.world_size
-        if self.communicator.world_size == 1:
+        ranks, replicas = self.replica.world_size, self.communicator.world_size
+        if replicas == 1:
             return f"FSDPCompression: nothing is compressed, since there is one replica of {ranks} rank(s)"
-        between = f"{self.replicas} replica(s) of {ranks} rank(s)" if self.replicated else f"{ranks} rank(s)"
+        between = f"{replicas} replica(s) of {ranks} rank(s)" if self.replicated else f"{ranks} rank(s)"
         params = f"as int{self.param_bits} differences" if self.param_bits else "in full precision"
         others = "" if self.replicated else f", and parameters {params}"
         return (
@@ -395,7 +387,7 @@ class FSDPCompression:
             "bits": self.bits,
             "param_bits": self.param_bits,
             "bucket_numel": self._bucket_numel,
-            "replicas": self.replicas,
+            "replicas": self.communicator.world_size if self.replicated else 1,
             "replica": self.communicator.rank if self.replicated else 0,
             "shards": self.replica.world_size,
             "shard": self.replica.rank,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt import OnebitAdam, attach_ddp, average_gradients
+from hf_compressopt import GradientCompression, OnebitAdam, attach_ddp, average_gradients
 from tests.support.harness import on_ranks, same_on_all_ranks
 from tests.support.launching import run, run_python
 from tests.support.trainer_runs import loss_of, network
@@ -98,6 +98,7 @@ def test_misuse_is_refused_on_all_ranks(rank: int, world_size: int) -> None:
         (lambda: attach_ddp(DistributedDataParallel(model), sgd), TypeError, "optimizers must be compressed"),
         (lambda: average_gradients(adam, dist.group.WORLD), ValueError, "process_group belongs to parameters"),
         (lambda: average_gradients(table.parameters()), TypeError, "sparse gradients are not supported"),
+        (GradientCompression(table.parameters()).average_gradients, TypeError, "sparse gradients are not supported"),
     ]
     for call, kind, said in refused:
         with pytest.raises(kind, match=f"^{said}"):
