@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_compressopt import GradientCompression, OnebitAdam, average_gradients
 from hf_compressopt.collectives import topology
-from hf_compressopt.collectives.topology import Topology, TopologyOptions, node_size_of_hosts, with_topology
+from hf_compressopt.collectives.topology import Topology, TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.oracles.simulation import chunk_bounds, simulate_compressed_all_reduce
 from tests.support.exchanging import average_, zero_feedback
@@ -45,16 +45,6 @@ def test_every_chunk_has_one_server_and_every_shard_one_rank_of_each_node(nodes:
         for node in range(nodes):
             mine = [place.sent_range(numel) for place in places if place.node == node]
             assert sum(stop - start for start, stop in mine) == numel
-
-
-def test_nodes_are_found_from_hosts_and_the_launcher() -> None:
-    assert node_size_of_hosts("aabb", [2] * 4) == (2, "")
-    assert node_size_of_hosts("aaabbb", [None] * 6) == (3, "")
-    assert node_size_of_hosts("aaaa", [4] * 4) == (1, "") == node_size_of_hosts("abcd", [1] * 4)
-    assert "[2, 1]" in node_size_of_hosts("aab", [2, 2, 1])[1]
-    assert "follow one another" in node_size_of_hosts("abab", [2] * 4)[1]
-    assert "the launcher says [4]" in node_size_of_hosts("aabb", [4] * 4)[1]
-    assert "the launcher says [2]" in node_size_of_hosts("aaaa", [2] * 4)[1]
 
 
 # -- the exchange -----------------------------------------------------------------------------------------------------
@@ -148,6 +138,8 @@ def test_auto_follows_the_launcher_and_warns_once_of_unequal_nodes(rank: int, wo
         (("abcd", {rank: 1 for rank in range(4)}, {}), 1, ""),
         (("aaab", {0: 3, 1: 3, 2: 3, 3: 1}, {}), 1, "[3, 1]"),
         (("aaaa", two, {}), 1, "the launcher says [2]"),
+        (("aabb", {rank: 3 for rank in range(4)}, {}), 1, "the launcher says [3]"),
+        (("abab", two, {}), 1, "follow one another"),
         (("aaaa", two, {"node_size": 2}), 2, ""),
         (("aaaa", two, {"node_size": 1}), 1, ""),
         (("aabb", two, {"scale_block": None}), 1, "scale_block"),

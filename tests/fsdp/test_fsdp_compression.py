@@ -338,8 +338,10 @@ def test_refuses_by_name(rank: int, world_size: int) -> None:
     divided.set_gradient_divide_factor(3.0)
     wide, _ = sharded(make().double(), "shard")
     single = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
-    alone = compress_fsdp(fully_shard(make(), mesh=single["shard"]), single).describe()
-    assert "nothing is compressed, since there is one replica of 4" in alone
+    with log_lines() as lines:
+        alone = compress_fsdp(fully_shard(make(), mesh=single["shard"]), single).describe()
+    assert "nothing is compressed, since there is one replica of 4" in alone and len(lines) == (rank == 0)
+    assert all("compresses nothing: the mesh has one replica of 4 rank(s)" in line for line in lines)
     calls: dict[str, Any] = {
         "mesh must be a DeviceMesh": lambda: compress_fsdp(net, "int4"),
         "needs a mesh of 1 dimension": lambda: compress_fsdp(net, mesh, param_compression="int4"),
@@ -355,19 +357,6 @@ def test_refuses_by_name(rank: int, world_size: int) -> None:
         ),
     }
     check_refusals(calls)
-
-
-def one_replica(rank: int, world_size: int) -> list[str]:
-    net, mesh = make(), init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
-    fully_shard(net, mesh=mesh)
-    with log_lines() as lines:
-        compress_fsdp(net, mesh)
-    return lines
-
-
-def test_one_replica_compresses_nothing_and_says_so() -> None:
-    first, second = run_ranks(2, one_replica)
-    assert "compresses nothing: the mesh has one replica of 2 rank(s)" in first[0] and second == []
 
 
 @on_ranks(4)
