@@ -17,30 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_compressopt import FSDPCompression, compress_fsdp
 from hf_compressopt.planner.report import FSDP2, memory_rows
-from tests.fsdp.test_fsdp_compression import (
-    BUCKET,
-    CAP,
-    STEPS,
-    UNITS,
-    Net,
-    check_not_finite,
-    check_refusals,
-    check_resume,
-    clipped_step,
-    cut,
-    data,
-    errors_of,
-    in_turn,
-    local,
-    make,
-    optimizer_of,
-    same,
-    shard_of,
-    shard_units,
-    take_step,
-    trained,
-    uses,
-)
+from tests.fsdp import test_fsdp_compression as hsdp
 from tests.oracles.simulation import chunk_bounds
 from tests.oracles.simulation_integers import Simulation, quantize
 from tests.support.harness import on_ranks, run_ranks
@@ -52,12 +29,12 @@ RUNS: list[tuple[str, int, int, str, dict[str, Any]]] = [
     ("compact", 4, 4, "unreduced", {"reshard_after_forward": True}),
 ]
 # what a unit gathers, frozen parameters too
-GATHERED = [UNITS[0], ["second.weight", "frozen.weight", "frozen.bias", "last.weight", "last.bias"], UNITS[2]]
+GATHERED = [hsdp.UNITS[0], ["second.weight", "frozen.weight", "frozen.bias", "last.weight", "last.bias"], hsdp.UNITS[2]]
 
 
 def sharded(net: nn.Module, **options: Any) -> tuple[Any, Any]:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    return (shard_units if isinstance(net, Net) else fully_shard)(net, mesh=mesh, **options), mesh
+    return (hsdp.shard_units if isinstance(net, hsdp.Net) else fully_shard)(net, mesh=mesh, **options), mesh
 
 
 def form(bits: int) -> str:
@@ -65,11 +42,11 @@ def form(bits: int) -> str:
 
 
 def train(rank: int, state: str, bits: int, param_bits: int, accumulate: str, how: dict[str, Any]) -> dict[str, Any]:
-    net, mesh = sharded(make(), **how)
+    net, mesh = sharded(hsdp.make(), **how)
     forms = {"compression": form(bits), "param_compression": form(param_bits)}
-    compression = compress_fsdp(net, mesh, **forms, bucket_cap_mb=CAP, state=state)
-    found = trained(net, rank, accumulate) | {"errors": errors_of(compression)}
-    net(data(rank, STEPS))
+    compression = compress_fsdp(net, mesh, **forms, bucket_cap_mb=hsdp.CAP, state=state)
+    found = hsdp.trained(net, rank, accumulate) | {"errors": hsdp.errors_of(compression)}
+    net(hsdp.data(rank, hsdp.STEPS))
     return found | {"replicas": [state["replicas"].numpy().copy() for state in compression.state_dict()["gathers"]]}
 
 
@@ -80,9 +57,9 @@ class Columns:
         self.ranks, zeros = ranks, [np.zeros(shape, np.float32) for shape in shapes]
         self.replicas: np.ndarray | None = None  # as they travel
         self.rows_of = [shape[0] for shape in shapes]
-        self.shapes = [cut(zero, 0, ranks).shape for zero in zeros]
+        self.shapes = [hsdp.cut(zero, 0, ranks).shape for zero in zeros]
         self.numel = sum(int(np.prod(shape)) for shape in self.shapes)
-        self.padded, width = -(-self.numel // 8) * 8, max(8, BUCKET // (8 * ranks) * 8)
+        self.padded, width = -(-self.numel // 8) * 8, max(8, hsdp.BUCKET // (8 * ranks) * 8)
         self.cuts = list(range(width, self.padded, width))
         options: dict[str, Any] = {"compact": compact, "served": False}
         self.simulation = Simulation(self.padded * ranks, width * ranks, ranks, bits, **options)
@@ -90,7 +67,7 @@ class Columns:
     def flat(self, tensors: list[np.ndarray]) -> np.ndarray:
         rows = np.zeros((self.ranks, self.padded), np.float32)
         for rank in range(self.ranks):
-            rows[rank, : self.numel] = np.concatenate([cut(t, rank, self.ranks).ravel() for t in tensors])
+            rows[rank, : self.numel] = np.concatenate([hsdp.cut(t, rank, self.ranks).ravel() for t in tensors])
         return np.concatenate([part.ravel() for part in np.split(rows, self.cuts, axis=1)])
 
     def follow(self, tensors: list[np.ndarray], bits: int) -> list[np.ndarray]:
@@ -122,9 +99,9 @@ class Columns:
 
 def simulated(
     ranks: int, state: str, bits: int, param_bits: int, accumulate: str
-) -> tuple[list[dict[str, Any]], Net, list[Columns], list[Columns]]:
-    net, used = make(), make()
-    optimizer, names, own = optimizer_of(net), dict(net.named_parameters()), dict(used.named_parameters())
+) -> tuple[list[dict[str, Any]], hsdp.Net, list[Columns], list[Columns]]:
+    net, used = hsdp.make(), hsdp.make()
+    optimizer, names, own = hsdp.optimizer_of(net), dict(net.named_parameters()), dict(used.named_parameters())
     gathered = [Columns([tuple(names[n].shape) for n in members], ranks, bits, False) for members in GATHERED]
 
     def gather() -> None:
@@ -133,21 +110,22 @@ def simulated(
             for n, values in zip(members, unit.follow(tensors, param_bits) if param_bits else tensors, strict=True):
                 own[n].data.copy_(torch.from_numpy(values))
 
-    columns = [Columns([tuple(names[n].shape) for n in members], ranks, bits, state == "compact") for members in UNITS]
+    compact = state == "compact"
+    columns = [Columns([tuple(names[n].shape) for n in members], ranks, bits, compact) for members in hsdp.UNITS]
     history = []
-    for step in range(STEPS):
+    for step in range(hsdp.STEPS):
         everyone = []
         gather()
         for rank in range(ranks):
             used.zero_grad()
             for part in (1, 0) if accumulate else (0,):
-                used(data(rank, step, part), uses(step)).pow(2).mean().backward()
+                used(hsdp.data(rank, step, part), hsdp.uses(step)).pow(2).mean().backward()
             everyone.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in own.items()})
-        for members, unit in zip(UNITS, columns, strict=True):
+        for members, unit in zip(hsdp.UNITS, columns, strict=True):
             sent = np.stack([unit.flat([mine[n].numpy() for n in members]) for mine in everyone])
             for n, mean in zip(members, unit.whole(unit.simulation.average(sent)), strict=True):
                 names[n].grad = torch.from_numpy(mean.copy())
-        history.append({n: names[n].grad.numpy().copy() for members in UNITS for n in members})
+        history.append({n: names[n].grad.numpy().copy() for members in hsdp.UNITS for n in members})
         optimizer.step()
     gather()
     return history, net, columns, gathered
@@ -155,7 +133,7 @@ def simulated(
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_equals_a_simulation_in_bits(world_size: int) -> None:
-    ranks = run_ranks(world_size, in_turn, train, RUNS, timeout=240)
+    ranks = run_ranks(world_size, hsdp.in_turn, train, RUNS, timeout=240)
     for number, (state, bits, param_bits, accumulate, _) in enumerate(RUNS):
         history, net, columns, gathered = simulated(world_size, state, bits, param_bits, accumulate)
         weights = {n: p.detach().numpy() for n, p in net.named_parameters() if p.requires_grad}
@@ -163,7 +141,7 @@ def test_equals_a_simulation_in_bits(world_size: int) -> None:
             got = ranks[rank][number]
             for mine, expected in zip([*got["grads"], got["weights"]], [*history, weights], strict=True):
                 for name, values in mine.items():
-                    assert values.tobytes() == shard_of(expected[name], rank, world_size).tobytes(), (number, name)
+                    assert values.tobytes() == hsdp.shard_of(expected[name], rank, world_size).tobytes(), (number, name)
             errors = sorted(unit.simulation.worker_error[rank].tobytes() for unit in columns)
             assert sorted(got["errors"][f"worker_errors{unit}"].tobytes() for unit in range(3)) == errors
             assert all(got["errors"][f"server_errors{unit}"].size == 0 for unit in range(3))
@@ -172,9 +150,9 @@ def test_equals_a_simulation_in_bits(world_size: int) -> None:
 
 
 def started(seed: int = 0, how: dict[str, Any] | None = None, **options: Any) -> tuple[Any, FSDPCompression, Any]:
-    net, mesh = sharded(make(seed), **(how or {}))
-    compression = compress_fsdp(net, mesh, **{"bucket_cap_mb": CAP, **options})
-    return net, compression, optimizer_of(net)
+    net, mesh = sharded(hsdp.make(seed), **(how or {}))
+    compression = compress_fsdp(net, mesh, **{"bucket_cap_mb": hsdp.CAP, **options})
+    return net, compression, hsdp.optimizer_of(net)
 
 
 def whole(net: Any) -> np.ndarray:
@@ -198,15 +176,15 @@ def evaluated(rank: int) -> tuple[bool, list[int]]:
     for context in (None, torch.no_grad, torch.inference_mode):
         net, compression, optimizer = started(param_compression="int4")
         for step in range(3):
-            clipped_step(net, optimizer, rank, step, "unreduced")
+            hsdp.clipped_step(net, optimizer, rank, step, "unreduced")
             for part in (2, 3) if context is not None else ():
                 before = compression.traffic.total_bytes
                 with context():
-                    net(data(rank, step, part))
+                    net(hsdp.data(rank, step, part))
                 sent.append(compression.traffic.total_bytes - before)
         net.reshard()
-        ends.append({**local(net, "weights"), **errors_of(compression)})
-    return same(ends[0], ends[1]) and same(ends[0], ends[2]), sent
+        ends.append({**hsdp.local(net, "weights"), **hsdp.errors_of(compression)})
+    return hsdp.same(ends[0], ends[1]) and hsdp.same(ends[0], ends[2]), sent
 
 
 def changed(rank: int) -> list[bool]:
@@ -214,26 +192,26 @@ def changed(rank: int) -> list[bool]:
     net, compression, optimizer = started(param_compression="int4")
     start, found = {n: t.clone() for n, t in net.state_dict().items()}, [np.array_equal(whole(net), owned(net))]
     for step in range(2):
-        clipped_step(net, optimizer, rank, step, "")
+        hsdp.clipped_step(net, optimizer, rank, step, "")
     replicas, masters = whole(net), owned(net)
     found.append(0 < np.abs(replicas - masters).max() < 0.01 / 4)  # a step is 0.01, and 4 bits round by 1/14 of it
-    clipped_step(net, optimizer, rank, 2, "")
+    hsdp.clipped_step(net, optimizer, rank, 2, "")
     net.load_state_dict(start)
     found += [np.array_equal(whole(net), owned(net)), not np.array_equal(owned(net), masters)]
     with torch.no_grad():  # on one rank alone, whose shards are a part
         net.first.weight.to_local().mul_(3.0 if rank == 1 else 1.0)
     found.append(np.array_equal(whole(net), owned(net)))
-    clipped_step(net, optimizer, rank, 3, "")
+    hsdp.clipped_step(net, optimizer, rank, 3, "")
     with torch.no_grad():
         for param in net.parameters():
             param.to_local().mul_(-2.0)
     compression.gather_in_full()
     with torch.inference_mode():
-        net(data(rank, 0))
+        net(hsdp.data(rank, 0))
     net.reshard()
     found.append(np.array_equal(whole(net), owned(net)))
     for step in range(2):
-        clipped_step(net, optimizer, rank, step, "")
+        hsdp.clipped_step(net, optimizer, rank, step, "")
     return found
 
 
@@ -244,7 +222,7 @@ def alike(rank: int) -> list[bytes]:
     for step in range(5):
         optimizer.zero_grad()
         factor = float("inf") if step == 2 and rank == 1 else 1.0
-        (net(data(rank, step).bfloat16()).float().pow(2).mean() * factor).backward()
+        (net(hsdp.data(rank, step).bfloat16()).float().pow(2).mean() * factor).backward()
         if nn.utils.clip_grad_norm_(net.parameters(), 0.01).full_tensor().isfinite():
             optimizer.step()
     states = [state["replicas"] for state in compression.state_dict()["gathers"]]
@@ -259,7 +237,7 @@ def frozen_unit(rank: int) -> list[int]:
     net, mesh = sharded(net)
     compression, sent = compress_fsdp(net, mesh, param_compression="int4"), []
     for step in range(3):
-        net(data(rank, step)).pow(2).mean().backward()
+        net(hsdp.data(rank, step)).pow(2).mean().backward()
         sent.append(compression.traffic.step_bytes)
     return sent
 
@@ -289,15 +267,15 @@ def precisions(rank: int) -> None:
         found = []
         for bits in (None, "int8", "int8"):
             scale = 1024.0 if len(found) == 2 else 1.0
-            net, mesh = sharded(make(), mp_policy=policy)
+            net, mesh = sharded(hsdp.make(), mp_policy=policy)
             times = 4 / 3 if bits is None and dtype is torch.float32 else 1.0  # gloo itself divides by no other factor
             for unit in (net, net.first, net.second) if divisor is not None and times == 1 else ():
                 unit.set_gradient_divide_factor(divisor)
             asked = mock.Mock(return_value=scale)
             compression = bits and compress_fsdp(net, mesh, bits, loss_scale=asked)
-            (net(data(rank, 0).to(dtype)).float().pow(2).mean() * scale * times).backward()
+            (net(hsdp.data(rank, 0).to(dtype)).float().pow(2).mean() * scale * times).backward()
             assert asked.call_count == bool(bits)  # a GPU's host waits for it: once in a pass, not for each unit
-            found.append((local(net), errors_of(compression) if compression else {}))
+            found.append((hsdp.local(net), hsdp.errors_of(compression) if compression else {}))
         (plain, _), (grads, errors), (scaled, scaled_errors) = found
         for name, grad in plain.items():
             off = np.abs(grads[name] - grad)
@@ -305,7 +283,7 @@ def precisions(rank: int) -> None:
             if dtype is torch.bfloat16:
                 assert np.array_equal(grads[name] * scale, scaled[name])
         if dtype is torch.bfloat16:
-            assert same(errors, scaled_errors)
+            assert hsdp.same(errors, scaled_errors)
 
 
 class Tied(nn.Module):
@@ -343,7 +321,7 @@ def tied(rank: int, reentrant: bool) -> list[list[float]]:
             fully_shard(block, mesh=mesh)
         fully_shard(net, mesh=mesh)
         if form != "none":
-            compress_fsdp(net, mesh, form, bucket_cap_mb=CAP, param_compression="none" if form == "int8" else form)
+            compress_fsdp(net, mesh, form, bucket_cap_mb=hsdp.CAP, param_compression="none" if form == "int8" else form)
         optimizer = torch.optim.AdamW(net.parameters(), lr=2e-2)
         losses = []
         for step in range(6):
@@ -359,7 +337,7 @@ def tied(rank: int, reentrant: bool) -> list[list[float]]:
 
 def gradients(rank: int, world_size: int) -> list[list[list[float]]]:
     precisions(rank)
-    check_not_finite(rank, started)
+    hsdp.check_not_finite(rank, started)
     return [tied(rank, again) for again in (False, True)]
 
 
@@ -374,7 +352,7 @@ def test_precisions_tied_weights_checkpointed_activations_and_skipped_steps() ->
 def parameters(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     rows = [("", {}), ("", {"param_compression": "int4"}), (folder, {"param_compression": "int8", "state": "float32"})]
     for where, options in rows:
-        check_resume(rank, partial(started, **options), where)
+        hsdp.check_resume(rank, partial(started, **options), where)
     return {
         "evaluated": evaluated(rank),
         "changed": changed(rank),
@@ -407,8 +385,8 @@ def test_parameters_as_differences(tmp_path: Path) -> None:
 @on_ranks(4)
 def test_refuses_by_name(rank: int, world_size: int) -> None:
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    (net, mesh), replicated = sharded(make()), fully_shard(make(), mesh=pairs)
-    taken, fewer, mixed = started()[0], sharded(make(), reshard_after_forward=2)[0], make()
+    (net, mesh), replicated = sharded(hsdp.make()), fully_shard(hsdp.make(), mesh=pairs)
+    taken, fewer, mixed = started()[0], sharded(hsdp.make(), reshard_after_forward=2)[0], hsdp.make()
     mixed.frozen.bfloat16()
     sharded(mixed)
     calls: dict[str, Any] = {
@@ -423,7 +401,7 @@ def test_refuses_by_name(rank: int, world_size: int) -> None:
             {**started()[1].state_dict(), "shards": 2, "replicas": 2}
         ),
     }
-    check_refusals(calls)
+    hsdp.check_refusals(calls)
 
 
 @on_ranks(2)
@@ -431,4 +409,4 @@ def test_a_parameter_that_is_frozen_later_is_an_error_on_all_ranks(rank: int, wo
     net, _, _ = started()
     net.first.weight.requires_grad_(False)
     with pytest.raises((ValueError, RuntimeError), match="freeze parameters before grad_compression begins"):
-        take_step(net, rank, 0, "")
+        hsdp.take_step(net, rank, 0, "")
