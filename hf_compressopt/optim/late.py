@@ -140,7 +140,8 @@ class SignBucket(GradientBucket):
         self.messages.finish = finish
 
 
-_UNCLIPPED = LastNorm(0.0, math.inf, math.inf)  # any gradient is below this
+#: What stands for no clipping: any gradient is below this.
+UNCLIPPED = LastNorm(0.0, math.inf, math.inf)
 
 
 _Made = tuple["ref[Tensor]", int]  # a gradient as backward has left it behind, and its version
@@ -352,7 +353,7 @@ class EarlyMessages:
 
     def end_step(self, *, taken: bool) -> None:
         """Close a step: keep the norm of one that was taken, and drop the rest."""
-        noted = _UNCLIPPED if self._noted is None and self.always else self._noted
+        noted = UNCLIPPED if self._noted is None and self.always else self._noted
         if taken and self.enabled and noted is not None:
             numbers = [*noted, self._loss_scale]
             self._tensors[LATE_CLIP] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
@@ -370,19 +371,8 @@ class EarlyMessages:
         if LATE_CLIP in self._tensors:
             self._loss_scale = float(self._tensors[LATE_CLIP][3])
 
-    @property
-    def knows_norm(self) -> bool:
-        """True if it is known by which norm to clip, or that gradients are not clipped; alike on all ranks."""
-        return self._last_norm() is not None
-
-    @property
-    def measures(self) -> bool:
-        """True if the gradients of the last step were clipped, or measured; alike on all ranks."""
-        last = self._last_norm()
-        return last is not None and last != _UNCLIPPED
-
     def _last_norm(self) -> LastNorm | None:
-        """Return what the last clipping has found; None if gradients are not clipped, or by no known norm."""
+        """Return what the last clipping has found, alike on all ranks; None if no norm to clip by is known."""
         if LATE_CLIP not in self._tensors:
             return None
         last = LastNorm(*self._tensors[LATE_CLIP][:3].tolist())

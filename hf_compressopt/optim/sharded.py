@@ -62,7 +62,7 @@ from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, like_errors
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.agreement import Grads, MeanNorm, StepGradients, find_fault
 from hf_compressopt.optim.group import GroupState, MomentShards, ParamGroups, part_of
-from hf_compressopt.optim.late import EarlyMessages, Key, Prepare, SignBucket
+from hf_compressopt.optim.late import UNCLIPPED, EarlyMessages, Key, Prepare, SignBucket
 from hf_compressopt.optim.math import adam_step_, correct_bias_, sum_of
 from hf_compressopt.schedules import StepPlan
 
@@ -296,7 +296,6 @@ class _SentGradients:
     sketches: dict[int, _Sketch] | None = None  # by bucket, if sketches are taken
     fault: Exception | None = None  # in a gradient of this rank
     is_late: bool = False  # a gradient came after a part of it was sent, or a pass after one that had raised
-    clipped: float = 1.0  # factor of the means
 
 
 class FreedGradients(EarlyMessages):
@@ -323,13 +322,15 @@ class FreedGradients(EarlyMessages):
         self.loss_scale: Callable[[], float] | None = None
         self._passes: BackwardPasses | None = None
         self._sent, self._params = _SentGradients(), list[Tensor]()
+        self.clipped = 1.0  # factor of the means of this step
         self.attach()
         if not clips:
             warn_unguarded()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but hooks and messages: a copy hooks its parameters in its first step."""
-        return super().__getstate__() | {"_passes": None, "loss_scale": None, "_sent": _SentGradients()}
+        none: dict[str, Any] = {"_passes": None, "loss_scale": None, "_sent": _SentGradients(), "clipped": 1.0}
+        return super().__getstate__() | none
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -381,15 +382,16 @@ class FreedGradients(EarlyMessages):
         They stay whole in a compressed step of which it is not known by which norm to clip: the first one after the
         load of a checkpoint of a run that clipped otherwise.
         """
-        plan = self._begin_step()
+        plan, last = self._begin_step(), self._last_norm()
         self._sent = _SentGradients(is_late=self._sent.is_late)
-        if not self.states or (plan.stage.number and not self.knows_norm):
+        if not self.states or (plan.stage.number and last is None):
             return False
         self.begin(None if self.loss_scale is None else float(self.loss_scale()), plan)
         self._buckets = self._make_buckets()
-        self._parts_to_send = [sum(number in bucket for bucket in self._members) for number in range(len(self._params))]
+        buckets_of = self.attach().order.of
+        self._parts_to_send = [len(buckets_of.get(number, ())) for number in range(len(self._params))]
         self._sent.present = {state.number: [False] * len(state.params) for state in self.states}
-        if plan.stage.number and (self._clips or self.measures):
+        if plan.stage.number and (self._clips or last != UNCLIPPED):
             self._sent.sketches = {}
         return True
 
@@ -461,7 +463,7 @@ class FreedGradients(EarlyMessages):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._sent = _SentGradients()
+        self._sent, self.clipped = _SentGradients(), 1.0
         if self._passes is not None:
             self._passes.done = False
 
@@ -532,14 +534,9 @@ class FreedGradients(EarlyMessages):
         """True if the norm of the mean gradient can be measured; alike on all ranks."""
         return self.is_exact or self._sent.sketches is not None
 
-    @property
-    def clipped(self) -> float:
-        """Factor by which the means of this step were clipped."""
-        return self._sent.clipped
-
     def scale_(self, factor: float) -> None:
         """Clip the means that have come; messages of the compressed stage were sent with a factor already."""
-        self._sent.clipped *= factor
+        self.clipped *= factor
         for mean in self._sent.means.values():
             mean.values.mul_(factor)
 
