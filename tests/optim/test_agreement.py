@@ -1,5 +1,7 @@
-"""Agreement of the ranks in a compressed step, beside its messages: one small all-reduce, errors for all."""
+"""Agreement of the ranks beside their messages: one small all-reduce, errors for all, and steps that all skip."""
 
+import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ from torch.distributed.algorithms import Join
 
 import hf_compressopt
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from tests.support.ddp_runs import CLIP, STEPS, attached, end_step, loss_of, scaler_of, tensors_of
+from tests.support.ddp_runs import make as make_model
 from tests.support.family import FAMILY, draw, go_on, make, optimizer_of
-from tests.support.harness import on_ranks, same_on_all_ranks
+from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.logs import log_lines
 
 
@@ -132,7 +136,7 @@ def test_ranks_with_different_options_fail_together(rank: int, world_size: int, 
 # -- parameters that differ at the switch -----------------------------------------------------------------------------
 
 
-def differ_at_the_switch(rank: int, world_size: int, name: str, relative: float) -> tuple[Tensor, list[str]]:
+def differ_at_the_switch(rank: int, world_size: int, name: str, what: str, relative: float) -> tuple[Tensor, list[str]]:
     """Rank 1's warmup is another one by this much; an expert that only rank 1 holds is nobody else's matter."""
     own = [dist.new_group([r]) for r in range(world_size)][rank]
     param = nn.Parameter(torch.randn(7, 9, generator=torch.Generator().manual_seed(1)).t())
@@ -141,39 +145,24 @@ def differ_at_the_switch(rank: int, world_size: int, name: str, relative: float)
     with log_lines() as lines:
         for step in range(6):
             draw([param, expert], optimizer, rank, step)
-            if step == 1 and rank == 1:
+            if rank == 1 and step == (1 if what == "param" else 2):
                 with torch.no_grad():
-                    param.mul_(1 + relative)
+                    {"param": param, **optimizer.state[param]}[what].mul_(1 + relative)
             optimizer.step()
     if name == "ZeroOneAdam":
         optimizer.settle_parameters()
     return param, [line for line in lines if "differ by rounding" in line]
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize(("name", "what"), [*((name, "param") for name in FAMILY), ("OnebitLamb", "scaling_coeff")])
 @on_ranks(2)
 def test_rounding_differences_are_mended_at_the_switch_and_larger_ones_refused(
-    rank: int, world_size: int, name: str
+    rank: int, world_size: int, name: str, what: str
 ) -> None:
-    param, told = differ_at_the_switch(rank, world_size, name, 3e-7)
+    param, told = differ_at_the_switch(rank, world_size, name, what, 3e-7)
     assert same_on_all_ranks([param]) and len(told) == (rank == 0)
     with pytest.raises(ValueError, match="differ by more than rounding at the end of the warmup stage"):
-        differ_at_the_switch(rank, world_size, name, 1e-4)
-
-
-@on_ranks(2)
-def test_coefficients_that_differ_by_rounding_are_mended_at_the_switch(rank: int, world_size: int) -> None:
-    """Ranks whose sums are rounded otherwise have other LAMB coefficients: all take rank 0's."""
-    params = [nn.Parameter(torch.randn(9, generator=torch.Generator().manual_seed(i))) for i in range(3)]
-    optimizer = optimizer_of("OnebitLamb", params)
-    with log_lines() as lines:
-        for step in range(6):
-            draw(params, optimizer, rank, step)
-            if step == 2 and rank == 1:
-                for param in params:
-                    optimizer.state[param]["scaling_coeff"] *= 1 + 2e-7
-            optimizer.step()
-    assert same_on_all_ranks(params) and sum("differ by rounding" in line for line in lines) == (rank == 0)
+        differ_at_the_switch(rank, world_size, name, what, 1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -183,3 +172,76 @@ def test_uneven_inputs_are_refused(rank: int, world_size: int, name: str) -> Non
     with pytest.raises(ValueError, match=f"^{name} does not support uneven inputs.*drop_last=True"):
         with Join([optimizer]):  # type: ignore[list-item]
             pass
+
+
+# -- a gradient that is not finite on one rank: all ranks skip the step, and it leaves no trace ------------------------
+
+#: The number of ranks, and options of the optimizer.
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "4 bits": (3, {}),
+    "one rank": (1, {}),
+    "32 bits, mixed": (3, {"warmup_bits": 32, "mixed": True}),
+    "8 bits, float32": (2, {"warmup_bits": 8, "state": "float32"}),
+    "clipped": (2, {"max_grad_norm": CLIP}),
+    "clipped locally": (2, {"max_grad_norm": CLIP, "clip": "local"}),
+    "late": (2, {"clip": "late", "max_grad_norm": CLIP}),
+    "late, float32": (2, {"clip": "late", "max_grad_norm": CLIP, "state": "float32"}),
+    "zero_stage=1": (3, {"zero_stage": 1, "max_grad_norm": CLIP}),
+    "zero_stage=2": (2, {"zero_stage": 2, "max_grad_norm": CLIP}),
+    "nodes": (4, {"node_size": 2}),
+    "nodes, late": (4, {"node_size": 2, "clip": "late"}),
+    "lamb": (2, {"name": "OnebitLamb"}),
+    # a group in full precision, by which the ranks agree in local steps too; the eighth step is a sync
+    "zero-one": (2, {"name": "ZeroOneAdam", "mixed": True, **FAMILY["ZeroOneAdam"]}),
+}
+BAD = (1, 6)  # a step of each stage
+HOW = ("nan in the loss", "nan in the loss, mended", "inf in a gradient", "scaler", "scaler and clip_grad_norm_")
+
+
+def can_be(name: str, how: str) -> bool:
+    """Messages that have left with a NaN are known although the gradients are mended; ZeRO's are gone by then."""
+    _, options = RUNS[name]
+    return options.get("clip") == "late" if "mended" in how else options.get("zero_stage") != 2 or "gradient" not in how
+
+
+def bytes_of(net: torch.nn.Module, optimizer: Any) -> list[bytes]:
+    found = tensors_of(net, optimizer)
+    return [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in found if tensor.numel()]
+
+
+def train(rank: int, world_size: int, options: dict[str, Any], how: str, bad_steps: tuple[int, ...]) -> list[bytes]:
+    scaler = scaler_of(64.0, how.startswith("scaler"))
+    if options.get("zero_stage") == 2:
+        net, optimizer = make_model(**options)
+        model: Any = net
+    else:
+        model, net, optimizer = attached(loss_scale=scaler.get_scale, **options)
+    for step in range(STEPS):
+        for bad in (True, False) if step in bad_steps else (False,):
+            before = bytes_of(net, optimizer)
+            loss = scaler.scale(loss_of(model, rank, step))
+            last = bad and rank == world_size - 1
+            (loss * math.nan if last and "gradient" not in how else loss).backward()
+            for p in net.parameters() if "mended" in how else ():
+                if p.grad is not None:
+                    p.grad.nan_to_num_()
+            if last and "gradient" in how:
+                next(p for p in net.parameters() if p.grad is not None).grad.view(-1)[0] = math.inf
+            if "clip" in how:
+                scaler.unscale_(optimizer)
+                optimizer.clip_grad_norm_(CLIP)
+            scale = scaler.get_scale()
+            end_step(optimizer, scaler)
+            assert (bytes_of(net, optimizer) == before) == optimizer.step_was_skipped == bad, step
+            assert not scaler.is_enabled() or scaler.get_scale() == (scale / 2 if bad else scale)
+    assert optimizer.metrics()["skipped_steps"] == len(bad_steps) and same_on_all_ranks(net.parameters())
+    return bytes_of(net, optimizer)
+
+
+@pytest.mark.invariant(13, 30)
+@pytest.mark.parametrize(("name", "how"), [pair for pair in product(RUNS, HOW) if can_be(*pair)])
+def test_all_ranks_skip_the_step_and_go_on_as_if_it_had_not_been(name: str, how: str) -> None:
+    ranks, options = RUNS[name]
+    bad = BAD[1:] if "gradient" in how or "mended" in how else BAD  # in the warmup stage they are averaged by then
+    spoilt, well = (run_ranks(ranks, train, options, how, steps, timeout=120) for steps in (bad, ()))
+    assert spoilt == well

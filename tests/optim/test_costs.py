@@ -1,8 +1,8 @@
 """What runs and steps cost: bytes sent, memory beside what is held, and values fetched from the device."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -113,22 +113,30 @@ def test_the_first_steps_and_the_switch_take_no_copy_of_a_large_tensor(rank: int
 
 # -- fetches: a GPU's queue runs dry while the host waits. Counted on CPU tensors --------------------------------------
 
+SMALL_BUCKETS = {"freeze_step": 2, "bucket_cap_mb": 0.001}
+WARMUP = {"freeze_step": 40}
 FETCHES: dict[str, tuple[str, dict[str, Any], int]] = {  # the most of a step that clips
     "OnebitAdam": ("OnebitAdam", {}, 1),
     "OnebitAdam, float32": ("OnebitAdam", {"state": "float32"}, 1),
     "OnebitLamb": ("OnebitLamb", {}, 1),
     "OnebitLamb, decay": ("OnebitLamb", {"weight_decay": 0.1}, 1),
-    "OnebitLamb, warmup": ("OnebitLamb", {"freeze_step": 40}, 1),
+    "OnebitLamb, warmup": ("OnebitLamb", WARMUP, 1),
     "OnebitAdam, zero_stage=2, late": ("OnebitAdam", {"zero_stage": 2, "clip": "late"}, 1),
     "OnebitAdam, first local gradients": ("OnebitAdam", {"compares": True}, 1),
-    "OnebitAdam, zero_stage=2, warmup": ("OnebitAdam", {"zero_stage": 2, "freeze_step": 40}, 1),
+    "OnebitAdam, zero_stage=2, warmup": ("OnebitAdam", {"zero_stage": 2, **WARMUP}, 1),
     "OnebitAdam, a group in full precision": ("OnebitAdam", {"non_freeze": 1}, 1),
     "ZeroOneAdam, sync": ("ZeroOneAdam", {"local_step_clipper": 1}, 1),
     "ZeroOneAdam, first sync": ("ZeroOneAdam", {"local_step_clipper": 1, "compares": True}, 1),
     # clipping agrees on the norm of the group, and parameters may be written until the step, whose sync tells of it
     "ZeroOneAdam, sync, a group in full precision": ("ZeroOneAdam", {"local_step_clipper": 1, "non_freeze": 1}, 2),
     "ZeroOneAdam, local step": ("ZeroOneAdam", {"local_step_clipper": 4, "local_step_scaler": 1}, 1),
-    "ZeroOneAdam, 1-bit gradients": ("ZeroOneAdam", {"freeze_step": 40, "var_update_scaler": 1}, 1),
+    "ZeroOneAdam, 1-bit gradients": ("ZeroOneAdam", {"var_update_scaler": 1, **WARMUP}, 1),
+    # with the averages of backward
+    "int4, hook": ("SGD", {"way": "hook"}, 1),
+    "OnebitAdam, warmup, hook": ("OnebitAdam", {"way": "hook", **WARMUP}, 1),
+    "OnebitAdam, late, hook": ("OnebitAdam", {"way": "hook", "clip": "late"}, 1),
+    # that no gradient is sparse, and which parameters have one anywhere, is known when it returns
+    "OnebitAdam, average_gradients": ("OnebitAdam", {"way": "counted loop", **WARMUP}, 2),
 }
 
 
@@ -163,24 +171,45 @@ class Fetches(TorchDispatchMode):
             yield
 
 
+class Products(nn.Module):
+    """The sum of the products of all parameters with the input."""
+
+    def __init__(self, tensors: int) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList(torch.ones(16, 16) for _ in range(tensors))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(factor * x).sum() for factor in self.factors]).sum()
+
+
 def fetches(rank: int, world_size: int, name: str, options: dict[str, Any], tensors: int) -> int:
     """Count the fetches of the last of seven backward passes and steps, as if the numbers lay on a device."""
-    params = [nn.Parameter(torch.ones(256)) for _ in range(tensors)]
-    options = {"freeze_step": 2, "bucket_cap_mb": 0.001, **options}
-    whole, compares = options.pop("non_freeze", 0), options.pop("compares", False)
-    groups = [{"params": params[whole:]}, {"params": params[:whole], "non_freeze": True}]
-    optimizer = getattr(hf_compressopt, name)(groups, **options)
+    net, options = Products(tensors), {**SMALL_BUCKETS, **options}
+    model, params = net, list(net.parameters())
+    whole, compares, way = (
+        options.pop(key, default) for key, default in (("non_freeze", 0), ("compares", 0), ("way", ""))
+    )
+    groups = [{"params": params[whole or 0 :]}, {"params": params[: whole or 0], "non_freeze": True}]
+    optimizer = torch.optim.SGD(params, lr=0.1) if name == "SGD" else getattr(hf_compressopt, name)(groups, **options)
+    if way == "hook":
+        model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001)
+    if name == "SGD":
+        state = GradientCompression(net.named_parameters(), "int4", bucket_cap_mb=0.001)
+        model.register_comm_hook(state, hf_compressopt.compress_hook)
+    elif way == "hook":
+        hf_compressopt.attach_ddp(model, optimizer)
     for step in range(7):
-        generator = torch.Generator().manual_seed(2 * step + (0 if optimizer.plan.reduce_grads else rank))
         counter = Fetches(optimizer)
         if compares:  # whether the ranks' gradients are their own, as in the first step of a process
             optimizer._consensus._gradients_compared = False
         with counter.counting():
-            sum((param * torch.randn(256, generator=generator)).sum() for param in params).backward()
-        if optimizer.plan.reduce_grads:
-            average_gradients(optimizer)
+            model(torch.randn(16, 16, generator=torch.Generator().manual_seed(2 * step + rank))).backward()
+        if way != "hook":
+            with counter.counting() if way == "counted loop" else nullcontext():
+                average_gradients(optimizer)
         with counter.counting():
-            optimizer.clip_grad_norm_(1.0)
+            if name != "SGD":
+                optimizer.clip_grad_norm_(1.0)
             optimizer.step()
         optimizer.zero_grad()
     return counter.count
@@ -191,53 +220,6 @@ def test_a_step_fetches_no_value_per_bucket(case: str) -> None:
     name, options, most = FETCHES[case]
     few, many = (max(run_ranks(2, fetches, name, options, tensors)) for tensors in (3, 24))
     assert few == many <= most
-
-
-HOOKS: dict[str, tuple[Callable[[list[nn.Parameter]], Any], int]] = {  # of backward, step and clipping together
-    "int4": (lambda params: torch.optim.SGD(params, lr=0.1), 1),
-    "OnebitAdam, warmup": (lambda params: hf_compressopt.OnebitAdam(params, freeze_step=40, bucket_cap_mb=0.001), 1),
-    # that no gradient is sparse, and which parameters have one anywhere, is known when it returns
-    "OnebitAdam, average_gradients": (
-        lambda params: hf_compressopt.OnebitAdam(params, freeze_step=40, bucket_cap_mb=0.001),
-        2,
-    ),
-    "OnebitAdam, late": (
-        lambda params: hf_compressopt.OnebitAdam(params, freeze_step=2, bucket_cap_mb=0.001, clip="late"),
-        1,
-    ),
-}
-
-
-def fetches_of_hook(rank: int, world_size: int, case: str, tensors: int) -> int:
-    """Count the fetches of the last of seven backward passes and steps, as if the numbers lay on a device."""
-    net = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(tensors)))
-    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001)
-    optimizer = HOOKS[case][0](list(net.parameters()))
-    if case == "int4":
-        state = GradientCompression(net.named_parameters(), "int4", bucket_cap_mb=0.001)
-        model.register_comm_hook(state, hf_compressopt.compress_hook)
-    elif case != "OnebitAdam, average_gradients":
-        hf_compressopt.attach_ddp(model, optimizer)
-    for step in range(7):
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(2 * step + rank))
-        counter = Fetches(optimizer)
-        with counter.counting():
-            (net if "average" in case else model)(x).square().sum().backward()
-            if "average" in case:
-                average_gradients(optimizer)
-            if case != "int4":
-                optimizer.clip_grad_norm_(1e-3)
-            optimizer.step()
-        if case == "OnebitAdam, late" and step > 3:
-            assert not optimizer.early_messages._arrived and optimizer.early_messages.knows_norm
-        optimizer.zero_grad()
-    return counter.count
-
-
-@pytest.mark.parametrize("case", HOOKS)
-def test_a_hook_fetches_one_value_beside_its_step(case: str) -> None:
-    few, many = (max(run_ranks(2, fetches_of_hook, case, tensors)) for tensors in (3, 12))
-    assert few == many <= HOOKS[case][1]
 
 
 class Calls(TorchDispatchMode):

@@ -194,33 +194,6 @@ def test_no_gradient_changes_nothing(kernels: str) -> None:
     assert_same(params[:2], before[:2])
 
 
-def test_memory_layout_does_not_matter(kernels: str) -> None:
-    base = torch.randn(6, 4, 5, 3)
-    views = [
-        base[:, :, 0, 0].clone().t(),
-        base.clone().contiguous(memory_format=torch.channels_last),
-        base.clone()[:, ::2],
-        base[0, :, :, 0].clone(),
-        base[0, :, :, 0].clone(),
-    ]
-    strange = [nn.Parameter(view) for view in views]
-    plain = [nn.Parameter(view.clone(memory_format=torch.contiguous_format)) for view in views]
-    optimizers = [FusedAdam(params, lr=0.01, weight_decay=0.1) for params in (strange, plain)]
-    for t in range(STEPS):
-        draw(t, plain)
-        strange[0].grad = plain[0].grad.t().contiguous().t()
-        strange[1].grad = plain[1].grad.contiguous(
-            memory_format=torch.channels_last if t % 2 else torch.contiguous_format
-        )
-        strange[2].grad = plain[2].grad.clone()
-        plain[3].grad = plain[3].grad[:1].expand(4, 5).contiguous()
-        strange[3].grad = plain[3].grad[:1].expand(4, 5)
-        strange[4].grad = plain[4].grad.t().contiguous().t()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_close(strange, plain, rtol=1e-6, atol=1e-7)
-
-
 def _resize(row: Any, owner: Any) -> None:
     row[0].data, row[0].grad = row[0].data[:3], None
     for name in MOMENTS:
@@ -485,25 +458,6 @@ def test_copies(kernels: str) -> None:
 # -- an ordinary optimizer --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.invariant(11)
-@pytest.mark.parametrize("lr", [torch.tensor(0.0625), torch.full((1,), 0.0625), torch.tensor(0.0625).double()])
-def test_tensor_lr(lr: torch.Tensor, kernels: str) -> None:
-    """A tensor lr gives a float's numbers, and stays the tensor that a scheduler writes to and a CUDA graph reads."""
-    lr = lr.clone()
-    params = parameters()
-    others = twins(params)
-    optimizer, reference = FusedAdam(params, lr, weight_decay=0.1), FusedAdam(others, 0.0625, weight_decay=0.1)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(owner, 0.5) for owner in (optimizer, reference)]
-    for t in range(4):
-        draw(t, params, others)
-        for owner, scheduler in zip((optimizer, reference), schedulers, strict=True):
-            owner.step()
-            scheduler.step()
-        assert_same(params, others)
-    optimizer.load_state_dict(reference.state_dict())
-    assert optimizer.param_groups[0]["lr"] is lr and float(lr) == 0.0625 * 0.5**4
-
-
 def test_zero_grad() -> None:
     for default in (True, False):
         params = parameters()
@@ -513,25 +467,6 @@ def test_zero_grad() -> None:
             optimizer.zero_grad() if given is None else optimizer.zero_grad(set_to_none=given)
             for p in params:
                 assert p.grad is None if (default if given is None else given) else not p.grad.any()
-
-
-def test_a_load_hook_may_change_the_state() -> None:
-    params = parameters(dtype=torch.bfloat16)
-    optimizer = FusedAdam(params, lr=0.01)
-    run((params, optimizer), steps=[0])
-    state = optimizer.state_dict()
-
-    def doubled(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-        given = copy.deepcopy(given)
-        given["state"][1]["exp_avg"] *= 2
-        given["param_groups"][0]["lr"] = 0.5
-        return given
-
-    fresh = FusedAdam(params, lr=0.3)
-    fresh.register_load_state_dict_pre_hook(doubled)
-    fresh.load_state_dict(state)
-    assert_same([fresh.state[params[1]]["exp_avg"]], [optimizer.state[params[1]]["exp_avg"] * 2])
-    assert fresh.param_groups[0]["lr"] == 0.5 and state["param_groups"][0]["lr"] == 0.01
 
 
 @pytest.mark.invariant(20)

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam
+from hf_compressopt import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 from hf_compressopt.kernels import adam, library
+from hf_compressopt.kernels.compact import tensor_of
 from tests.oracles.cases import (
     ODD,
     Case,
@@ -23,11 +24,8 @@ from tests.oracles.cases import (
     make_optimizer,
     set_gradients,
 )
-from tests.oracles.steps import (
-    bytes_of_a_compressed_step,
-    check_low_precision,
-    everything,
-)
+from tests.oracles.steps import bytes_of_a_compressed_step, check_low_precision, everything
+from tests.support.family import go_on, make
 from tests.support.harness import on_ranks, same_on_all_ranks
 
 ZERO_ONE = {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 4}
@@ -64,28 +62,6 @@ def test_warmup_is_adamw_bit_for_bit(rank, world_size):
                 for name, value in {"": p, **optimizer.state[p]}.items():
                     other = adamw.state[q].get(name, torch.zeros_like(value)) if name else q
                     assert torch.equal(value, other), (kwargs, exact, t, i, name)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_warmup_is_adamw_but_for_rounding(dtype):
-    results = []
-    for fused in (False, True):
-        params = [torch.nn.Parameter(torch.linspace(-1, 1, n).to(dtype)) for n in (5, 130, 0, 3)]
-        optimizer = OnebitAdam(params, lr=0.01, weight_decay=0.1, freeze_step=8, fused_warmup=fused, state="float32")
-        for step in range(10):
-            generator = torch.Generator().manual_seed(step)
-            for p in params[: 4 - step % 2]:
-                p.grad = torch.randn(p.shape, generator=generator).to(dtype)
-            optimizer.step()
-            optimizer.zero_grad()
-        states = [optimizer.state[p] for p in params]
-        results.append(([p.detach().float() for p in params], [s["exp_avg_sq"] for s in states]))
-        assert [float(s["step"]) for s in states] == [10, 10, 10, 6]
-    assert not all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True)), "took torch's way"
-    tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
-    for plain, fused in zip(results[0], results[1], strict=True):
-        for one, other in zip(plain, fused, strict=True):
-            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 # -- the switch -------------------------------------------------------------------------------------------------------
@@ -279,3 +255,94 @@ def test_ranks_whose_norms_would_differ_are_refused_together(rank, world_size):
             (ValueError, RuntimeError), match=r"(?s)kernels=native.*kernels=reference|kernels=reference.*kernels=native"
         ):
             OnebitLamb([p]).step()
+
+
+# -- the compact state -------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_the_state_shows_decoded_moments(rank: int, world_size: int) -> None:
+    params, optimizer = make(rank, 6)
+    state = optimizer._states[0]
+    assert state.exp_avg.numel() == state.exp_avg_sq.numel() == 0
+    for number, p in enumerate(params):
+        entry = optimizer.state[p]
+        assert list(entry) == ["step", "exp_avg", "exp_avg_sq"] == list(dict(entry)) == [k for k, _ in entry.items()]
+        assert entry["exp_avg"].shape == entry["exp_avg_sq"].shape == p.shape and entry["step"] == 6
+        assert entry.get("nothing") is None and (entry["exp_avg_sq"] > 0).all()
+        assert len(entry.values()) == 3 and entry["exp_avg"].abs().unique().numel() <= 3 * world_size
+        saved = optimizer.state_dict()["state"][number]
+        assert type(saved) is dict and all(torch.equal(saved[name], entry[name]) for name in entry)
+    with pytest.raises(KeyError):
+        optimizer.state[params[0]]["nothing"]
+
+
+@pytest.mark.parametrize("state", ["compact", "float32"])
+@on_ranks(2)
+def test_all_of_the_state_moves_with_the_parameters(rank: int, world_size: int, state: str) -> None:
+    """To "meta", a device that every machine has."""
+    (group,) = make(rank, 5, state=state)[1]._states
+    group.to(torch.device("meta"))
+    tensors = [group.exp_avg, group.exp_avg_sq, group.moments.codes, group.moments.tops]
+    tensors += [group.errors.worker, group.errors.server, *(last.messages for last in group.moments.last.values())]
+    tensors += [tensor_of(error) for part in group.feedback for error in (*part.worker, part.server)]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+@on_ranks(2)
+def test_a_mask_may_come_and_go(rank: int, world_size: int) -> None:
+    params, optimizer = make(rank, 5)
+    optimizer.param_groups[0]["exp_avg_mask"] = torch.zeros(1)
+    go_on(rank, params, optimizer, range(5, 7))
+    assert all(not optimizer.state[p]["exp_avg"].any() for p in params)
+    assert optimizer._states[0].exp_avg.numel() == sum(p.numel() for p in params)
+    del optimizer.param_groups[0]["exp_avg_mask"]
+    go_on(rank, params, optimizer, range(7, 9))
+    assert all(optimizer.state[p]["exp_avg"].all() for p in params)
+    assert optimizer._states[0].exp_avg.numel() == 0
+    entry = optimizer.state[params[0]]
+    assert torch.equal(entry.copy()["exp_avg"], entry["exp_avg"]) and (entry | {"more": 1})["step"] == 9
+
+
+# -- coefficients of LAMB, and of the warmup stage of OnebitLamb -------------------------------------------------------
+
+LAMBS = pytest.mark.parametrize("kind", [Lamb, OnebitLamb])
+
+
+@LAMBS
+def test_coefficients_are_clamped_and_copied(kind):
+    """They have an entry for each trainable tensor, one without elements included."""
+    values = (torch.full((4,), 3.0), torch.full((4,), 5.0), torch.full((4,), 0.2), torch.zeros(0), torch.ones(8))
+    params = [torch.nn.Parameter(value) for value in values]
+    params[1].requires_grad_(False)
+    optimizer = kind(params, lr=0.0, max_coeff=1.2, min_coeff=0.9)
+    for p in params:
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    optimizer.step()
+    coeffs = optimizer.get_lamb_coeffs()
+    assert coeffs == pytest.approx([1.2, 0.9, 1.0, 1.0]) and all(isinstance(value, float) for value in coeffs)
+    coeffs[0] = 5.0
+    assert optimizer.get_lamb_coeffs()[0] == pytest.approx(1.2)
+
+
+@LAMBS
+def test_coefficient_is_one_where_a_norm_is_zero(kind):
+    zero, idle = torch.nn.Parameter(torch.zeros(8)), torch.nn.Parameter(torch.ones(8))
+    frozen = torch.nn.Parameter(torch.ones(8), requires_grad=False)
+    optimizer = kind([zero, frozen, idle], lr=0.1)
+    zero.grad, idle.grad = torch.ones(8), torch.zeros(8)
+    optimizer.step()
+    assert optimizer.get_lamb_coeffs() == [1.0, 1.0]
+    torch.testing.assert_close(zero.detach(), torch.full((8,), -0.1))
+    assert torch.equal(idle.detach(), torch.ones(8)) and torch.equal(frozen.detach(), torch.ones(8))
+
+
+@LAMBS
+def test_coefficients_keep_the_order_of_the_parameters(kind):
+    """The first tensor has its first gradient later than the second."""
+    p, q = torch.nn.Parameter(torch.full((4,), 3.0)), torch.nn.Parameter(torch.full((4,), 2.0))
+    optimizer = kind([p, q], lr=0.0)
+    for grad in (None, torch.ones(4)):
+        p.grad, q.grad = grad, torch.ones(4)
+        optimizer.step()
+    assert optimizer.get_lamb_coeffs() == pytest.approx([3.0, 2.0])

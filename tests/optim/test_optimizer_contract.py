@@ -1,22 +1,29 @@
 """The contract of torch optimizers, held by OnebitAdam in each of its stages, and by FusedAdam and Lamb."""
 
 import copy
+import logging
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 from tests.oracles.cases import Case, Problem, flat_params, make_optimizer, make_params, set_gradients
 from tests.oracles.steps import same, tensors_in
-from tests.support.family import through_a_file
+from tests.support.family import FAMILY, optimizer_of, through_a_file
+from tests.support.family import draw as set_random_gradients
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
+from tests.support.logs import log_lines, log_to
 
 FREEZE_STEP = 3
 STEPS = 8
 MASK = [1.0, 0, 1, 1, 0]
+CLOSE = {"rtol": 1e-6, "atol": 1e-7}
 GROUPS = [
     {"shapes": [(7,), (3, 5), (2, 3, 4), (0,)]},
     {"shapes": [(4, 5), (5,)], "mask": MASK, "lr": 0.02},
@@ -86,25 +93,24 @@ def test_closure(kind):
 
 
 @pytest.mark.invariant(11)
-@pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize("options", [{}, {"eps_inside_sqrt": True}], ids=["fast", "variant"])
-def test_tensor_lr(shape, options):
-    """A tensor lr gives a float's numbers, and stays the tensor that a scheduler writes to."""
-    lr = torch.full(shape, 0.0625)
-    (params, optimizer), (others, reference) = make_one(lr=lr, **options), make_one(lr=0.0625, **options)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    other_scheduler = torch.optim.lr_scheduler.ExponentialLR(reference, 0.5)
+@pytest.mark.parametrize("lr", [torch.tensor(0.0625), torch.full((1,), 0.0625), torch.tensor(0.0625).double()])
+@pytest.mark.parametrize(
+    ("kind", "options"), [(OnebitAdam, {}), (OnebitAdam, {"eps_inside_sqrt": True}), (FusedAdam, {})]
+)
+def test_tensor_lr(lr, kind, options):
+    """A tensor lr gives a float's numbers, and stays the tensor that a scheduler writes to and a CUDA graph reads."""
+    lr = lr.clone()
+    runs = [make_one(kind=kind, lr=rate, **options) for rate in (lr, 0.0625)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in runs]
     for t in range(1, STEPS + 1):
-        draw(params, t)
-        draw(others, t)
-        optimizer.step()
-        reference.step()
-        scheduler.step()
-        other_scheduler.step()
+        (params, optimizer), (others, reference) = runs
+        for run, scheduler in zip(runs, schedulers, strict=True):
+            train(*run, t, t)
+            scheduler.step()
         for p, q in zip(params, others, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    assert optimizer.param_groups[0]["lr"] is lr
-    assert float(lr) == pytest.approx(0.0625 * 0.5**STEPS)
+            torch.testing.assert_close(p, q, **CLOSE)
+    optimizer.load_state_dict(reference.state_dict())
+    assert optimizer.param_groups[0]["lr"] is lr and float(lr) == pytest.approx(0.0625 * 0.5**STEPS)
 
 
 def test_grads_argument():
@@ -150,12 +156,19 @@ def test_hooks_fire_in_order(kind):
     seen.clear()
     optimizer.register_state_dict_pre_hook(lambda opt: seen.append("before saving"))
     optimizer.register_state_dict_post_hook(lambda opt, saved: seen.append("saved") or {**saved, "note": 7})
-    optimizer.register_load_state_dict_pre_hook(lambda opt, loaded: seen.append(("before loading", loaded["note"])))
+    optimizer.register_load_state_dict_pre_hook(
+        lambda opt, loaded: seen.append(("before loading", loaded["note"])) or with_lr(loaded, 0.5)
+    )
     optimizer.register_load_state_dict_post_hook(lambda opt: seen.append("loaded"))
     saved = optimizer.state_dict()
     assert saved["note"] == 7 and "state" in saved
     optimizer.load_state_dict(saved)
     assert seen == ["before saving", "saved", ("before loading", 7), "loaded"]
+    assert optimizer.param_groups[0]["lr"] == 0.5 and saved["param_groups"][0]["lr"] == 0.01
+
+
+def with_lr(state, lr):
+    return {**state, "param_groups": [{**group, "lr": lr} for group in state["param_groups"]]}
 
 
 @KINDS
@@ -264,18 +277,30 @@ def test_tied_parameter_counts_once():
     assert tied.weight.isfinite().all()
 
 
-def test_memory_layout_does_not_matter():
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(4, 6, generator=generator)
-    strange, plain = torch.nn.Parameter(values.t().contiguous().t()), torch.nn.Parameter(values.clone())
-    assert not strange.is_contiguous()
-    optimizers = [OnebitAdam([p], lr=0.01, freeze_step=FREEZE_STEP) for p in (strange, plain)]
+@KINDS
+def test_memory_layout_does_not_matter(kind):
+    base = torch.randn(6, 4, 5, 3, generator=torch.Generator().manual_seed(0))
+    channels_last, contiguous = torch.channels_last, torch.contiguous_format
+    views = [
+        base[:, :, 0, 0].clone().t(),
+        base.contiguous(memory_format=channels_last),
+        base.clone()[:, ::2],
+        *(base[0, :, :, 0].clone() for _ in range(2)),
+    ]
+    strange = [torch.nn.Parameter(view) for view in views]
+    plain = [torch.nn.Parameter(view.clone(memory_format=contiguous)) for view in views]
+    runs = [kind(params, **{"lr": 0.01, "weight_decay": 0.1, **options_of(kind)}) for params in (strange, plain)]
+    assert not strange[0].is_contiguous()
     for t in range(1, STEPS + 1):
-        grad = torch.randn(4, 1, generator=generator).expand(4, 6) if t % 2 else torch.randn(6, 4).t()
-        strange.grad, plain.grad = grad, grad.contiguous()
-        for optimizer in optimizers:
+        draw(plain, t)
+        plain[3].grad = plain[3].grad[:1].expand(4, 5).contiguous()
+        strange[0].grad, strange[4].grad = (plain[i].grad.t().contiguous().t() for i in (0, 4))
+        strange[1].grad = plain[1].grad.contiguous(memory_format=channels_last if t % 2 else contiguous)
+        strange[2].grad, strange[3].grad = plain[2].grad.clone(), plain[3].grad[:1].expand(4, 5)
+        for optimizer in runs:
             optimizer.step()
-    assert torch.equal(strange, plain)
+    for one, other in zip(strange, plain, strict=True):
+        torch.testing.assert_close(one, other, **({"rtol": 0, "atol": 0} if kind is OnebitAdam else CLOSE))
 
 
 def test_scalar_and_empty_parameters():
@@ -328,19 +353,28 @@ def test_group_added_before_the_first_step_equals_group_given_up_front():
 
 
 @pytest.mark.invariant(3)
+@pytest.mark.parametrize("name", FAMILY)
 @on_ranks(2)
-def test_group_added_in_warmup_on_two_ranks(rank, world_size):
-    early, late = torch.nn.Parameter(torch.ones(11)), torch.nn.Parameter(torch.ones(3, 3))
-    optimizer = OnebitAdam([early], lr=0.01, freeze_step=FREEZE_STEP)
-    for t in range(1, STEPS + 1):
-        if t == 2:
-            optimizer.add_param_group({"params": [late], "lr": 0.02})
-        seed = t if optimizer.plan.reduce_grads else 100 * t + rank
-        for p in (early, late):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+def test_groups_are_taken_in_every_step_of_the_first_stage_and_refused_after_it(rank, world_size, name):
+    schedule = {"var_freeze_step": 8} if name == "ZeroOneAdam" else {"freeze_step": 8}
+    params, learning = [torch.nn.Parameter(torch.ones(11))], []
+    optimizer = optimizer_of(name, params[:], **schedule)
+    for step in range(1, 11):
+        new = torch.nn.Parameter(torch.ones(5))
+        if step <= 8:
+            optimizer.add_param_group({"params": [new], "lr": 0.02})
+            params.append(new)
+            learning.append(optimizer.plan.update_variance)
+        else:
+            with pytest.raises(ValueError, match="stage has no variance"):
+                optimizer.add_param_group({"params": [new]})
+        set_random_gradients(params, optimizer, rank, step)
         optimizer.step()
-    assert same_on_all_ranks([early, late])
-    assert [int(optimizer.state[p]["step"]) for p in (early, late)] == [STEPS, STEPS - 1]
+    assert True in learning and (False in learning) == (name == "ZeroOneAdam")
+    assert all(bool(param.isfinite().all()) for param in params)
+    assert not any(bool((param == 1).all()) for param in params[:6]), "a parameter that saw a variance step moves"
+    assert name == "ZeroOneAdam" or [int(optimizer.state[p]["step"]) for p in params] == [10, *range(10, 2, -1)]
+    assert name == "ZeroOneAdam" or same_on_all_ranks(params)
 
 
 def test_group_added_in_the_compressed_stage():
@@ -423,43 +457,29 @@ def from_rank_zero(state_dict):
     return box[0]
 
 
-def test_state_of_another_world_size_is_refused(tmp_path):
-    run_ranks(1, save_compressed_state, tmp_path / "state")
-    run_ranks(2, refuse_state, tmp_path / "state")
-
-
-def save_compressed_state(rank, world_size, path):
-    problem = Problem(CASE, world_size, 0)
-    run = make_optimizer(problem)
-    steps_of(problem, run, rank)
-    torch.save(run[0].state_dict(), path)
-
-
-def refuse_state(rank, world_size, path):
-    optimizer, _ = make_optimizer(Problem(CASE, world_size, 0))
-    before = tensors_in(optimizer.state_dict())
-    with pytest.raises(ValueError, match="world_size=1, this one has 2"):
-        optimizer.load_state_dict(torch.load(path))
-    assert same(before, tensors_in(optimizer.state_dict()))
-
-
-#: Changes to a state dict, and the classes that refuse it.
+#: Changes to a state dict, the classes that refuse it, and what they say.
 FAULTS = {
-    "groups": (lambda state: state["param_groups"][0].update(params=[0]), (OnebitAdam, FusedAdam)),
-    "shape": (lambda state: state["state"][1].update(exp_avg=torch.zeros(4, 3)), (OnebitAdam, FusedAdam)),
-    "amsgrad": (lambda state: state["param_groups"][0].update(amsgrad=True), (FusedAdam,)),
+    "groups": (lambda state: state["param_groups"][0].update(params=[0]), (OnebitAdam, FusedAdam), "param groups of"),
+    "shape": (lambda state: state["state"][1].update(exp_avg=torch.zeros(4, 3)), (OnebitAdam, FusedAdam), "shape"),
+    "amsgrad": (lambda state: state["param_groups"][0].update(amsgrad=True), (FusedAdam,), "amsgrad must be False"),
     "another optimizer": (
         lambda state: state["state"].update({1: {"momentum_buffer": torch.ones(3)}}),
         (FusedAdam,),
+        "not one of Adam",
     ),
-    "freeze_step missing": (lambda state: state["compressopt"].clear(), (OnebitAdam,)),
-    "nothing": (dict.clear, (OnebitAdam,)),
+    "another world size": (
+        lambda state: state["compressopt"].update(world_size=3),
+        (OnebitAdam,),
+        "world_size=3, this one has 1",
+    ),
+    "freeze_step missing": (lambda state: state["compressopt"].clear(), (OnebitAdam,), "world_size"),
+    "nothing": (dict.clear, (OnebitAdam,), "param_groups"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_state_dict_that_does_not_fit_changes_nothing(fault):
-    change, kinds = FAULTS[fault]
+    change, kinds, said = FAULTS[fault]
     for kind in kinds:
         params, optimizer = make_one(kind=kind)
         train(params, optimizer, 1, 2)
@@ -469,7 +489,7 @@ def test_state_dict_that_does_not_fit_changes_nothing(fault):
         train(fresh_params, fresh, 1, 1)
         fresh.param_groups[0]["lr"] = 0.25
         before = tensors_in(fresh.state_dict())
-        with pytest.raises(ValueError if kind is FusedAdam else (ValueError, KeyError)):
+        with pytest.raises(ValueError if kind is FusedAdam else (ValueError, KeyError), match=said):
             fresh.load_state_dict(state)
         assert_same(tensors_in(fresh.state_dict()), before)
         assert fresh.param_groups[0]["lr"] == 0.25 and (kind is FusedAdam or fresh.plan.step == 2)
@@ -489,3 +509,97 @@ def test_state_crosses_over_from_and_to_adamw():
     new_adamw.load_state_dict(through_a_file(optimizer.state_dict()))
     assert new_optimizer.plan.step == 5
     assert_same(train(params, new_optimizer, 5, 8), train(others, new_adamw, 5, 8))
+
+
+# -- settings of torch and of the surroundings that must not matter: default dtypes and devices, a log that fails ------
+
+
+@contextmanager
+def defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+def train_under_defaults(name: str, dtype: torch.dtype, device: str | None) -> list[torch.Tensor]:
+    params = [nn.Parameter(torch.randn(5, 4, generator=torch.Generator().manual_seed(i))) for i in range(3)]
+    grads = [
+        [torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + i)) for i in range(3)]
+        for step in range(7)
+    ]
+    mask = torch.ones(4)
+    with defaults(dtype, device):
+        groups = [{"params": params[:1], "exp_avg_mask": mask}, {"params": params[1:2]}]
+        optimizer = optimizer_of(name, [*groups, {"params": params[2:], "non_freeze": True}])
+        for step in range(7):
+            for param, grad in zip(params, grads[step], strict=True):
+                param.grad = grad
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            if step == 4:
+                optimizer.load_state_dict(optimizer.state_dict())
+        plain = torch.optim.AdamW([{"params": [param]} for param in params])
+        optimizer.load_state_dict(plain.state_dict())
+    return params
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize(
+    ("dtype", "device"), [(torch.bfloat16, None), (torch.float64, None), (torch.float32, "meta")], ids=str
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_torchs_defaults_do_not_matter(
+    rank: int, world_size: int, name: str, dtype: torch.dtype, device: str | None
+) -> None:
+    assert same(train_under_defaults(name, dtype, device), train_under_defaults(name, torch.float32, None))
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@on_ranks(2)
+def test_a_log_that_fails_does_not_stop_a_step(rank: int, world_size: int, name: str) -> None:
+    def fail(record: logging.LogRecord) -> None:
+        raise ValueError("I/O operation on closed file")
+
+    handler = logging.Handler()
+    handler.emit = fail  # type: ignore[method-assign]
+    with log_to(handler):
+        used, unused = nn.Parameter(torch.ones(20)), nn.Parameter(torch.ones(4))
+        freeze = {"ZeroOneAdam": "var_freeze_step"}.get(name, "freeze_step")
+        optimizer = optimizer_of(name, [used, unused], **{freeze: "auto", "max_freeze_step": 3, "min_freeze_step": 1})
+        for step in range(7):
+            used.grad = torch.full((20,), float("nan") if step == 1 else 1.0 + step)
+            optimizer.step()
+    assert optimizer.metrics()["step"] == 6.0
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@on_ranks(1, 2)
+def test_one_rank_alone_is_told_that_nothing_is_compressed(rank: int, world_size: int, name: str) -> None:
+    with log_lines() as lines:
+        optimizer = optimizer_of(name, [nn.Parameter(torch.ones(20))])
+        for step in range(4):
+            optimizer.step(grads=[torch.full((20,), 1.0 + step)])
+    said = [line for line in lines if "ends, the variance is frozen" in line]
+    assert len(said) == (rank == 0)
+    for line in said:
+        assert ("nothing is compressed" in line and "signs" not in line) == (world_size == 1)
+        assert ("is sent as signs" in line) == (world_size == 2)
+
+
+@pytest.mark.parametrize("bound", [10, 13])
+@on_ranks(2)
+def test_the_search_sends_only_what_it_can_compare(rank: int, world_size: int, bound: int) -> None:
+    """D = 10 steps; gradients are averaged already, so that only the search sends anything."""
+    param = nn.Parameter(torch.ones(20))
+    search = {"freeze_step": "auto", "max_freeze_step": bound, "min_freeze_step": 1}
+    optimizer = optimizer_of("OnebitAdam", [param], betas=(0.5, 0.9), **search)
+    for step in range(1, bound + 1):
+        param.grad = torch.ones(20)
+        optimizer.step()
+        sends = optimizer.metrics()["bytes_sent_step"] > 0
+        assert sends == (bound == 13 and (step <= 3 or step > 10))  # of 10 steps never two norms to compare

@@ -222,10 +222,11 @@ def test_accelerate_refuses_experts_that_ddp_would_average(rank: int, world_size
         with pytest.raises(ValueError, match="expert.weight is in a param group with a process_group of its own"):
             accelerator.prepare(model, optimizer)
         return
-    model, optimizer = accelerator.prepare(model, optimizer)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
     for step in range(4):
         x = torch.full((2, 3), 1.0 + rank + step)
-        accelerator.backward(model(x).square().sum())
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        accelerator.backward(wrapped(x).square().sum())
+        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    assert same_on_all_ranks(model.dense.parameters()) and not same_on_all_ranks(model.expert.parameters())

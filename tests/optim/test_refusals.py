@@ -20,6 +20,7 @@ from tests.support.harness import on_ranks
 BITS = "warmup_bits must be one of [4, 8, 16, 32]"
 CLIP = "clip must be one of ['sketch', 'local'], got 'late', which only OnebitAdam"
 FAMILY = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
+HERE, ELSEWHERE = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))
 ADAM: list[tuple[dict[str, Any], str]] = [
     ({"betas": (1.0, 0.999)}, "betas[0]|[0, 1)|1.0"),
     ({"betas": (0.9, -0.1)}, "betas[1]|[0, 1)|-0.1"),
@@ -117,6 +118,11 @@ for name in FAMILY:
         *(
             ({"params": [nn.Parameter(torch.zeros(3, dtype=dtype))]}, f"TypeError|{dtype}|torch.float32")
             for dtype in (torch.complex64, torch.float64)
+        ),
+        ({"params": [HERE, ELSEWHERE]}, "got cpu and, in param group 0, meta: make an optimizer"),
+        (
+            {"params": [{"params": [HERE]}, {"params": [ELSEWHERE]}]},
+            "param group 1, meta: make an optimizer for each device",
         ),
         (
             {"params": [{"params": [nn.Parameter(torch.zeros(3, 5))], "exp_avg_mask": torch.ones(4)}]},

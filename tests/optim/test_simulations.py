@@ -41,8 +41,6 @@ from tests.oracles.simulation import (
     OnebitAdamSimulation,
     OnebitLambSimulation,
     ZeroOneAdamSimulation,
-    chunk_bounds,
-    simulate_compressed_all_reduce,
     variance_steps,
 )
 from tests.oracles.simulation_low_bits import (
@@ -300,27 +298,6 @@ def test_equals_recorded_trajectory(rank, world_size, name):
         assert [made.plan_at(t).reduce_grads for t in range(1, problem.case.steps + 1)] == problem.reduces_grads
         got = solve(rank, problem)
         problem.assert_follows(rank, got["history"], (got["exp_avg"], got["exp_avg_sq"]), got["coeffs"], atol=2e-6)
-
-
-def test_chunks_by_hand():
-    assert chunk_bounds(100, 4) == [(0, 32), (32, 64), (64, 96), (96, 100)]
-    assert chunk_bounds(9, 4) == [(0, 8), (8, 9), (9, 9), (9, 9)]
-    assert chunk_bounds(48, 2) == [(0, 24), (24, 48)]
-
-
-def test_one_bucket_by_hand():
-    """Two ranks, chunks of 8 and 4 elements, every number small enough to do without a computer."""
-    x0 = np.array([3.0, -3] * 4 + [1, 1, -1, 1])
-    x1 = np.array([1.0, 1] * 4 + [-5, 5, -5, 5])
-    zeros = [np.zeros(12), np.zeros(12)]
-    result = simulate_compressed_all_reduce([x0, x1], zeros, [np.zeros(8), np.zeros(4)], 8)
-    rms = np.sqrt((4 * 2.0**2 + 4 * 1.0**2) / 8)  # chunk 0: a = 2, -1, 2, -1, ...
-    np.testing.assert_allclose(result.mean[:8], [rms, -rms] * 4)
-    np.testing.assert_allclose(result.server_errors[0], [2 - rms, rms - 1] * 4)
-    rms = np.sqrt((2.0**2 + 3**2 + 3**2 + 3**2) / 4)  # chunk 1: a = -2, 3, -3, 3
-    np.testing.assert_allclose(result.mean[8:], [-rms, rms, -rms, rms])
-    np.testing.assert_allclose(np.concatenate(result.worker_errors), 0, atol=1e-12)
-    assert result.min_distance == 1.0
 
 
 def test_schedules_of_zero_one_adam_by_hand():

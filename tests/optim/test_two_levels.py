@@ -4,6 +4,7 @@ The oracle is the float64 simulation of M nodes, and the flat topology where bot
 """
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 import hf_compressopt
-from hf_compressopt import average_gradients
 from hf_compressopt.collectives import topology
 from hf_compressopt.format.index import CheckpointError
-from tests.optim.test_late_clip import FIRST as LATE_FIRST
-from tests.optim.test_late_clip import tensors_of
 from tests.oracles.cases import bucket_cap
 from tests.oracles.steps import same
-from tests.support.ddp_runs import STEPS as LATE_STEPS
-from tests.support.ddp_runs import attached, backward, end_step
-from tests.support.ddp_runs import make as late_clip
 from tests.support.exchanging import errors_everywhere
 from tests.support.family import SHAPES, assign, go_on, make
-from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.logs import log_lines
 
 Form = tuple[str, str]  # the optimizer, form of the state
@@ -37,22 +32,24 @@ FREEZE = 3
 # the second half is that of the long tests
 FORMS = [("OnebitAdam", "compact"), ("OnebitLamb", "float32"), ("ZeroOneAdam", "compact"), ("OnebitAdam", "float32")]
 TWO = {"node_size": 2}
+STOPS = (2, FREEZE + 2)  # one in each stage
 
 
-def two_nodes(rank: int, world_size: int, forms: list[Form], folder: str) -> dict[Any, Any]:
-    """Runs of each form, and their saves in both stages."""
+def save_all(rank: int, world_size: int, forms: list[Form], folder: str, options: dict[str, Any]) -> dict[Any, Any]:
+    """Runs of each form, and their saves in both stages; returns the errors then."""
     found = {}
     for name, form in forms:
-        params, optimizer = build(name, state=form, **TWO)
-        for start, stop in ((0, 2), (2, FREEZE + 2)):  # one in each stage
+        params, optimizer = build(name, state=form, **options)
+        for start, stop in ((0, STOPS[0]), STOPS):
             go_on(rank, params, optimizer, range(start, stop))
             where = f"{folder}/{name}-{form}-{stop}"
             hf_compressopt.save_state(optimizer, where)
             if rank == 0:
                 torch.save([p.detach() for p in params], f"{where}/params.pt")
             found[name, form, stop] = errors_everywhere(optimizer._states[0], optimizer.communicator)
-        with pytest.raises(ValueError, match="node_size=2, this one has 1"):
-            build(name, state=form)[1].load_state_dict(optimizer.state_dict())
+        other = {} if options else TWO
+        with pytest.raises(ValueError, match=r"node_size=(2, this one has 1|1, this one has 2)"):
+            build(name, state=form, **other)[1].load_state_dict(optimizer.state_dict())
     dist.barrier()
     return found
 
@@ -62,84 +59,51 @@ def build(name: str = "OnebitAdam", **options: Any) -> tuple[list[nn.Parameter],
     return make(0, 0, name, scale_block=64, **schedule, **options)
 
 
-def flat_run(rank: int, world_size: int, forms: list[Form], folder: str) -> dict[str, Any]:
-    """A run in the flat topology that saves what two levels load."""
+def load_all(rank: int, world_size: int, forms: list[Form], folder: str, options: dict[str, Any]) -> dict[Any, Any]:
+    """Load the saves in another topology or on other ranks, take steps, and return what was loaded."""
     found = {}
-    for name, form in forms:
-        params, optimizer = build(name, state=form)
-        go_on(rank, params, optimizer, range(FREEZE + 2))
-        hf_compressopt.save_state(optimizer, f"{folder}/{name}-{form}-flat")
-        if rank == 0:
-            torch.save([p.detach() for p in params], f"{folder}/{name}-{form}-flat/params.pt")
-        found[name, form, "flat"] = errors_everywhere(optimizer._states[0], optimizer.communicator)
+    for (name, form), stop in product(forms, STOPS):
+        params, optimizer = build(name, state=form, **options)
+        where = f"{folder}/{name}-{form}-{stop}"
+        assign(params, torch.load(f"{where}/params.pt"))
+        hf_compressopt.load_state(optimizer, where)
+        found[name, form, stop] = errors_everywhere(optimizer._states[0], optimizer.communicator)
+        go_on(rank, params, optimizer, range(2))
+        assert all(bool(p.isfinite().all()) for p in params)
     return found
 
 
-def loads(
-    rank: int, world_size: int, forms: list[Form], folder: str, stops: list[Any], options: dict[str, Any]
-) -> dict[str, Any]:
-    """Load the saves in another topology or on other ranks, take a step, and return what was loaded."""
-    found = {}
-    for name, form in forms:
-        for stop in stops:
-            params, optimizer = build(name, state=form, **options)
-            where = f"{folder}/{name}-{form}-{stop}"
-            assign(params, torch.load(f"{where}/params.pt"))
-            hf_compressopt.load_state(optimizer, where)
-            found[name, form, stop] = errors_everywhere(optimizer._states[0], optimizer.communicator)
-            go_on(rank, params, optimizer, range(2))
-            assert all(bool(p.isfinite().all()) for p in params)
-    return found
+def check_loaded(saved: dict[Any, Any], loaded: dict[Any, Any]) -> None:
+    """Worker errors are the mean of all that there were for an element, server errors are found by place.
 
-
-def check_loaded(saved: dict[Any, Any], loaded: dict[Any, Any], tolerance: float) -> None:
-    """Worker errors are the mean of all that there were for an element, server errors are found by place."""
+    Errors in 8 bits are rounded once more where their blocks are other ones.
+    """
     assert loaded
-    for (name, form, stop), (worker, server) in loaded.items():
-        before, servers = saved[name, form, stop]
+    for key, (worker, server) in loaded.items():
+        before, servers = saved[key]
         assert np.abs(before[~np.isnan(before)]).max() > 0
-        exact = 1e-6 if form == "float32" else tolerance
+        exact = 1e-6 if "float32" in key else 0.02
         for row in worker:
             here = ~np.isnan(row)
-            np.testing.assert_allclose(
-                row[here], np.nanmean(before, axis=0)[here], atol=exact, err_msg=str((name, stop))
-            )
+            np.testing.assert_allclose(row[here], np.nanmean(before, axis=0)[here], atol=exact, err_msg=str(key))
         np.testing.assert_allclose(server, servers, atol=exact)
 
 
 @pytest.mark.invariant(22)
 @pytest.mark.parametrize("forms", [FORMS[:1], pytest.param(FORMS[1:], marks=pytest.mark.full)], ids=["some", "rest"])
 def test_resumes_in_any_other_topology(forms: list[Form], tmp_path: Path) -> None:
-    """Errors in 8 bits are rounded once more where their blocks are other ones."""
-    saved = run_ranks(4, two_nodes, forms, str(tmp_path), timeout=240)[0]
-    flat = run_ranks(4, flat_run, forms, str(tmp_path), timeout=240)
-    stops, rounding = [2, FREEZE + 2], 0.02
-    for options, world_size in (({}, 4), ({}, 2), ({"node_size": 4}, 4), ({}, 1)):
-        results = run_ranks(world_size, loads, forms, str(tmp_path), stops, options, timeout=240)
+    saved = {}
+    for kind, options in (("flat", {}), ("nodes", TWO)):
+        saved[kind] = run_ranks(4, save_all, forms, f"{tmp_path}/{kind}", options, timeout=240)[0]
+    for kind, options, world_size in (
+        *(("nodes", {}, ranks) for ranks in (4, 2, 1)),
+        ("nodes", {"node_size": 4}, 4),
+        ("flat", TWO, 4),
+        ("flat", {"node_size": 3}, 3),
+    ):
+        results = run_ranks(world_size, load_all, forms, f"{tmp_path}/{kind}", options, timeout=240)
         if world_size > 1:
-            check_loaded(saved, results[0], rounding)
-    for options, world_size in (({"node_size": 2}, 4), ({"node_size": 3}, 3)):
-        check_loaded(flat[0], run_ranks(world_size, loads, forms, str(tmp_path), ["flat"], options)[0], rounding)
-
-
-@pytest.mark.parametrize("form", [pytest.param("float32", marks=pytest.mark.full), "compact"])
-@on_ranks(4, timeout=240)
-def test_ddp_and_early_messages_have_the_bits_of_a_plain_loop(rank: int, world_size: int, form: str) -> None:
-    """DDP's hook beside a plain loop, and messages that leave during backward beside those that leave in the step."""
-    runs = [attached(clip, state=form, **TWO) for clip in ("late", "sketch")]
-    net, optimizer = late_clip(state=form, **TWO)
-    runs.append((net, net, optimizer))
-    for step in range(LATE_STEPS):
-        for model, net, optimizer in runs:
-            backward(model, rank, step)
-            if optimizer is runs[0][2]:
-                assert (len(optimizer.early_messages.signature) > 0) == (step + 1 >= LATE_FIRST)
-            if model is net:
-                average_gradients(optimizer)
-            end_step(optimizer)
-        late, *others = (tensors_of(net, optimizer) for _, net, optimizer in runs)
-        assert all(same(late, other) for other in others), step
-    assert same_on_all_ranks(runs[0][1].parameters())
+            check_loaded(saved[kind], results[0])
 
 
 # -- resumes with topology="auto" -------------------------------------------------------------------------------------

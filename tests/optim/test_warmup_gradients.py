@@ -1,7 +1,5 @@
 """The warmup stage with gradients of 4, 8 and 16 bits: simulations, AdamW, and DDP's hook beside a plain loop."""
 
-from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +14,8 @@ from hf_compressopt import attach_ddp, average_gradients
 from tests.oracles.cases import bucket_cap
 from tests.oracles.simulation_integers import Simulation, in_full
 from tests.oracles.steps import same
-from tests.support.ddp_runs import attached, end_step, hook_beside_loop
+from tests.support.ddp_runs import attached, hook_beside_loop
 from tests.support.ddp_runs import make as make_model
-from tests.support.exchanging import errors_everywhere
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.logs import log_lines
 from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
@@ -204,50 +201,7 @@ def test_errors_do_not_carry_the_loss_scale(rank: int, world_size: int, how: str
     assert same(*ends)
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def take_steps(rank: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
-    for step in steps:
-        give(params, rank, step)
-        average_gradients(optimizer)
-        optimizer.step()
-
-
-def errors_of(optimizer: Any) -> list[np.ndarray]:
-    """This rank's worker error, and the server errors of all ranks at their places."""
-    worker, server = errors_everywhere(optimizer._states[0], optimizer.communicator)
-    return [worker[optimizer.communicator.rank], server]
-
-
-def save_in_the_warmup_stage(rank: int, world_size: int, folder: str) -> list[np.ndarray]:
-    params, optimizer = make(4, state="float32")
-    take_steps(rank, params, optimizer, range(3))
-    hf_compressopt.save_state(optimizer, folder)
-    return errors_of(optimizer)
-
-
-def load_in_the_warmup_stage(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    params, optimizer = make(4, state="float32")
-    hf_compressopt.load_state(optimizer, folder)
-    found = errors_of(optimizer)
-    take_steps(rank, params, optimizer, range(3, 5))
-    switched = errors_of(optimizer)
-    take_steps(rank, params, optimizer, range(5, 8))
-    return {"errors": found, "switched": switched, "alike": same_on_all_ranks(params)}
-
-
-@pytest.mark.invariant(22)
-def test_a_run_that_other_ranks_resume_in_the_warmup_stage(tmp_path: Path) -> None:
-    whole = run_ranks(2, save_in_the_warmup_stage, str(tmp_path))
-    for world_size in (3, 1):
-        for result in run_ranks(world_size, load_in_the_warmup_stage, str(tmp_path)):
-            assert np.array_equal(result["errors"][1], whole[0][1]) and result["alike"]
-            np.testing.assert_allclose(result["errors"][0], np.mean([row[0] for row in whole], axis=0), atol=1e-6)
-            if world_size == 1:  # it exchanges nothing, and sends the errors with its first momentum
-                for before, after in zip(result["errors"], result["switched"], strict=True):
-                    np.testing.assert_allclose(after, before * np.float32(0.1), rtol=1e-6)
-
+# -- DDP --------------------------------------------------------------------------------------------------------------
 
 HOOK_STEPS = 6
 #: Options of DDP, of the run, and of the optimizer.
@@ -262,13 +216,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lamb": ({}, {}, {"name": "OnebitLamb", "warmup_bits": 8}),
     "zero-one": ({}, {}, {"name": "ZeroOneAdam", "var_freeze_step": 4, "var_update_scaler": 2}),
 }
+NODES: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] = ({}, {}, {"node_size": 2})
 
 
-@pytest.mark.parametrize(("world_size", "share"), spread(shared=(2, 3)))
+@pytest.mark.parametrize(("world_size", "share"), [*spread(shared=(2, 3)), (4, None)])
 @on_ranks(timeout=240)
-def test_the_hook_has_the_bits_of_the_plain_loop(rank: int, world_size: int, share: Share) -> None:
-    for name in share.of(VARIANTS):
-        ddp_options, run, options = VARIANTS[name]
+def test_the_hook_has_the_bits_of_the_plain_loop(rank: int, world_size: int, share: Share | None) -> None:
+    for name in share.of(VARIANTS) if share else ["nodes"]:
+        ddp_options, run, options = VARIANTS.get(name, NODES)
         schedule = {} if name == "zero-one" else {"freeze_step": 4}
         options = {"warmup_bits": 4, "mixed": True, **schedule, **options}
         ddp, hooked, with_hook = attached(ddp=ddp_options, **options)
@@ -347,30 +302,6 @@ def test_groups_of_several_models_travel_in_full_precision(rank: int, world_size
     for p, grad in zip(params, local, strict=True):
         dist.all_reduce(grad.div_(world_size))
         assert torch.equal(p.grad, grad)
-
-
-@on_ranks(3)
-def test_a_process_group_of_its_own(rank: int, world_size: int) -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
-    torch.manual_seed(0)
-    net = nn.Sequential(OrderedDict(shared=nn.Linear(9, 9), expert=nn.Linear(9, 9)))
-    expert = [f"expert.{name}" for name in ("weight", "bias")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, expert)
-    own = {"params": list(net.expert.parameters()), "process_group": pairs[rank == 2]}
-    groups = [{"params": list(net.shared.parameters())}, own]
-    optimizer = hf_compressopt.OnebitAdam(groups, lr=1e-2, warmup_bits=4, freeze_step=3)
-    ddp = DistributedDataParallel(net)
-    attach_ddp(ddp, optimizer)
-    for step in range(5):
-        x = torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * rank + step))
-        ddp(x).square().mean().backward()
-        assert not optimizer._states[1].errors.worker.any() or step >= 3
-        end_step(optimizer)
-    assert optimizer._states[0].errors.worker.any()
-    assert same_on_all_ranks(net.shared.parameters())
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, torch.cat([p.detach().flatten() for p in net.expert.parameters()]))
-    assert torch.equal(everyone[0], everyone[1]) and not torch.equal(everyone[0], everyone[2])
 
 
 @on_ranks(2)

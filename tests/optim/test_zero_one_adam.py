@@ -23,7 +23,7 @@ from tests.oracles.cases import (
     set_gradients,
 )
 from tests.oracles.simulation import variance_steps
-from tests.oracles.steps import bytes_of_a_compressed_step, different, everything
+from tests.oracles.steps import bytes_of_a_compressed_step, different, everything, same, tensors_in
 from tests.support.family import draw
 from tests.support.harness import on_ranks, same_on_all_ranks
 
@@ -127,22 +127,6 @@ def test_averaged_parameters(rank, world_size):
     assert optimizer.metrics()["bytes_sent"] == undisturbed.metrics()["bytes_sent"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
-def test_settled_parameters_are_alike_and_leave_the_next_sync_as_it_was(rank, world_size):
-    problem = ZeroOneProblem(MIXED_CASE, world_size, 0)
-    runs = [make_optimizer(problem) for _ in range(2)]
-    for t in range(1, 21):
-        for optimizer, params in runs:
-            set_gradients(problem, optimizer, params, rank, t)
-            optimizer.step()
-        if t == 18:
-            runs[0][0].settle_parameters()
-            assert same_on_all_ranks(p for group in runs[0][1] for p in group)
-            assert all(state.own_params is None for state in runs[0][0]._states)
-    assert different(everything(*runs[0]), everything(*runs[1])) == []
-
-
 @pytest.mark.parametrize("steps", [1000, 3000, 20_000])
 def test_default_schedules_send_at_most_half_of_onebit_adams_bytes(steps):
     def bytes_per_element(optimizer):
@@ -159,29 +143,10 @@ def test_default_schedules_send_at_most_half_of_onebit_adams_bytes(steps):
     )
 
 
-# -- param groups that are added late, or that only some of the ranks fill ---------------------------------------------
+# -- param groups that only some of the ranks fill ---------------------------------------------------------------------
 
-ADDING = {**SCHEDULE, "var_update_scaler": 1, "local_step_scaler": 2}
-
-
-@on_ranks(2)
-def test_groups_are_taken_in_every_step_of_the_variance_stage_and_refused_after_it(rank: int, world_size: int) -> None:
-    params, learning = [nn.Parameter(torch.ones(11))], []
-    optimizer = ZeroOneAdam(params[:], lr=0.01, scale_block=8, **ADDING)
-    for step in range(1, 11):
-        new = nn.Parameter(torch.ones(5))
-        if step <= 8:
-            optimizer.add_param_group({"params": [new]})
-            params.append(new)
-            learning.append(optimizer.plan.update_variance)
-        else:
-            with pytest.raises(ValueError, match="local-step stage has no variance"):
-                optimizer.add_param_group({"params": [new]})
-        draw(params, optimizer, rank, step)
-        optimizer.step()
-    assert True in learning and False in learning
-    assert all(bool(param.isfinite().all()) for param in params)
-    assert not any(bool((param == 1).all()) for param in params[:6]), "a parameter that saw a variance step moves"
+# variance stage up to 2; syncs at 3, 4, 6, 8, 12, 16, 20
+SHORT_SCHEDULE = {"var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 4}
 
 
 @pytest.mark.parametrize(("own", "bad", "skipped"), [(True, False, 0.0), (True, True, 1.0), (False, True, 0.0)])
@@ -195,7 +160,7 @@ def test_an_empty_group_keeps_ranks_together_only_if_others_may_have_parameters(
     extra = [nn.Parameter(torch.ones(4))] if rank == 1 and own else []
     more = {"process_group": alone} if own else {}
     groups = [{"params": [dense]}, {"params": extra, "non_freeze": True, **more}]
-    optimizer = ZeroOneAdam(groups, lr=0.01, scale_block=8, **{**ADDING, "var_freeze_step": 2})
+    optimizer = ZeroOneAdam(groups, lr=0.01, scale_block=8, **SHORT_SCHEDULE)
     for step in range(1, 9):
         draw([dense, *extra], optimizer, rank, step)
         if bad and step == 6 and rank == 0:
@@ -204,8 +169,6 @@ def test_an_empty_group_keeps_ranks_together_only_if_others_may_have_parameters(
     assert optimizer.metrics()["skipped_steps"] == skipped and dense.isfinite().all()
 
 
-# variance stage up to 2; syncs at 3, 4, 6, 8, 12, 16, 20
-SHORT_SCHEDULE = {"var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 4}
 INSIDE = 10  # the last step taken: 12 is the next sync
 
 
@@ -254,19 +217,21 @@ def load_best(model: nn.Module) -> None:
     model.load_state_dict({name: torch.full_like(value, BEST) for name, value in model.state_dict().items()})
 
 
-@torch.no_grad()
-def clamp_data(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data.clamp_(BEST, BEST + 1)
+def in_data(write: Callable[[Tensor], object]) -> Callable[[nn.Module], None]:
+    def write_all(model: nn.Module) -> None:
+        for param in model.parameters():
+            write(param.data)
+
+    return write_all
 
 
-@torch.no_grad()
-def copy_data(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.data.copy_(torch.full_like(param, BEST))
-
-
-WRITES: dict[str, Callable[[nn.Module], None]] = {"load": load_best, "clamp": clamp_data, "ema": copy_data}
+copy_best = in_data(lambda data: data.copy_(torch.full_like(data, BEST)))
+WRITES: dict[str, Callable[[nn.Module], None]] = {
+    "load": load_best,
+    "clamp": in_data(lambda data: data.clamp_(BEST, BEST + 1)),
+    "ema": copy_best,
+    "flip": in_data(lambda data: data.neg_()),  # no norm would see it
+}
 
 
 @pytest.mark.parametrize(
@@ -286,42 +251,54 @@ def test_values_that_others_write_outlive_the_next_sync(
         optimizer.settle_parameters()
     with optimizer.averaged_parameters() if way == "averaged" else nullcontext():
         WRITES[write](model)
+        written = flat(model)
     for step in range(last, 16):
         train(model, optimizer, rank, range(step, step + 1))
         if step + 1 in (3, 4, 6, 8, 12, 16):
             assert same_on_all_ranks(model.parameters())
-            assert (flat(model) - BEST).abs().max() < 1.0, "the values from before were put back"
+            most = 0.3 if step + 1 == max(3, 12 * (last > 2)) else 1.0  # at the next sync, and later
+            assert (flat(model) - written).abs().max() < most, "the values from before were put back"
 
 
-@on_ranks(2)
-def test_signs_that_others_flip_stay_flipped(rank: int, world_size: int) -> None:
-    """No change that a norm would see."""
-    model, optimizer = make()
-    train(model, optimizer, rank, range(INSIDE))
-    before = flat(model)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.data.neg_()
-    train(model, optimizer, rank, range(INSIDE, 12))
-    assert same_on_all_ranks(model.parameters()) and (flat(model) + before).abs().max() < 0.2
+def swap(model: nn.Module, optimizer: ZeroOneAdam, last_sync: Tensor) -> None:
+    kept = [p.detach().clone() for p in model.parameters()]
+    copy_best(model)
+    for param, value in zip(model.parameters(), kept, strict=True):
+        param.data.copy_(value)
 
 
-@pytest.mark.parametrize("way", ["averaged", "plainly"])
-@on_ranks(2)
-def test_weights_that_are_swapped_for_an_evaluation_leave_the_run_as_it_was(
-    rank: int, world_size: int, way: str
+def swap_averaged(model: nn.Module, optimizer: ZeroOneAdam, last_sync: Tensor) -> None:
+    with optimizer.averaged_parameters():
+        swap(model, optimizer, last_sync)
+
+
+def settle(model: nn.Module, optimizer: ZeroOneAdam, last_sync: Tensor) -> None:
+    optimizer.settle_parameters()
+    assert same_on_all_ranks(model.parameters())
+    assert all(state.own_params is None for state in optimizer._states)
+
+
+def save_alone(model: nn.Module, optimizer: ZeroOneAdam, last_sync: Tensor) -> None:
+    if dist.get_rank() == 0:
+        with optimizer.synced_parameters():
+            assert torch.equal(flat(model), last_sync)
+
+
+@pytest.mark.parametrize("visit", [swap, swap_averaged, settle, save_alone])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks(timeout=30)
+def test_what_only_looks_leaves_the_run_as_it_was(
+    rank: int, world_size: int, visit: Callable[[nn.Module, ZeroOneAdam, Tensor], None]
 ) -> None:
+    """Weights swapped for an evaluation, parameters settled, and the last sync's, which a rank alone may save."""
     runs = [make() for _ in range(2)]
-    for step in range(16):
-        for model, optimizer in runs:
-            train(model, optimizer, rank, range(step, step + 1))
-        model, optimizer = runs[0]
-        with optimizer.averaged_parameters() if way == "averaged" else nullcontext():
-            kept = [p.detach().clone() for p in model.parameters()]
-            copy_data(model)
-            for param, value in zip(model.parameters(), kept, strict=True):
-                param.data.copy_(value)
-    assert torch.equal(flat(runs[0][0]), flat(runs[1][0]))
+    for step in range(20):
+        for each in runs:
+            train(*each, rank, range(step, step + 1))
+        if not runs[1][1].ranks_are_apart:
+            last_sync = flat(runs[0][0])
+        visit(*runs[0], last_sync)
+    assert same(*(tensors_in([*model.parameters(), optimizer.state_dict()]) for model, optimizer in runs))
 
 
 @on_ranks(2)
@@ -335,24 +312,6 @@ def test_replaced_parameters_are_the_start_of_an_interval(rank: int, world_size:
         train(model, optimizer, rank, range(start, sync))
         assert same_on_all_ranks(model.parameters())
     assert optimizer.metrics()["bytes_sent_step"] > 0 and 0 < (flat(model) - BEST).abs().max() < 1.0
-
-
-@on_ranks(2, timeout=30)
-def test_a_rank_alone_can_save_the_parameters_of_the_last_sync(rank: int, world_size: int) -> None:
-    runs = [make() for _ in range(2)]
-    for each in runs:
-        train(*each, rank, range(8))
-    (model, optimizer), (other, _) = runs
-    at_sync = flat(model)
-    for each in runs:
-        train(*each, rank, range(8, INSIDE))
-    assert optimizer.ranks_are_apart and not torch.equal(flat(model), at_sync)
-    if rank == 0:
-        with optimizer.synced_parameters():
-            assert torch.equal(flat(model), at_sync)
-    for each in runs:
-        train(*each, rank, range(INSIDE, 13))
-    assert torch.equal(flat(model), flat(other))
 
 
 @pytest.mark.parametrize("way", ["files", "state dict"])

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_compressopt
 from hf_compressopt import attach_ddp
 from tests.oracles.cases import bucket_cap
+from tests.oracles.steps import tensors_in
 
 STEPS, FREEZE = 8, 3
 CLIP = 0.01  # smaller than all norms
@@ -68,6 +69,12 @@ def attached(*args: Any, loss_scale: Any = None, ddp: Any = None, **options: Any
 
 def scaler_of(init_scale: float, enabled: bool = True, growth_interval: int = 2000) -> Any:
     return hf_compressopt.GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval, enabled=enabled)
+
+
+def tensors_of(net: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """Copies of the parameters, the state and the errors."""
+    errors = [list(state.errors.values()) for state in optimizer._states]
+    return tensors_in([list(net.parameters()), optimizer.state_dict()["state"], errors])
 
 
 def data(rank: int, step: int, part: int = 0) -> torch.Tensor:
