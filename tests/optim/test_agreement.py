@@ -222,7 +222,7 @@ def train(rank: int, world_size: int, options: dict[str, Any], how: str, bad_ste
             loss = scaler.scale(loss_of(model, rank, step))
             last = bad and rank == world_size - 1
             (loss * math.nan if last and "gradient" not in how else loss).backward()
-            for p in net.parameters() if "mended" in how else ():
+            for p in net.parameters() if bad and "mended" in how else ():
                 if p.grad is not None:
                     p.grad.nan_to_num_()
             if last and "gradient" in how:

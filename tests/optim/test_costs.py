@@ -186,10 +186,8 @@ def fetches(rank: int, world_size: int, name: str, options: dict[str, Any], tens
     """Count the fetches of the last of seven backward passes and steps, as if the numbers lay on a device."""
     net, options = Products(tensors), {**SMALL_BUCKETS, **options}
     model, params = net, list(net.parameters())
-    whole, compares, way = (
-        options.pop(key, default) for key, default in (("non_freeze", 0), ("compares", 0), ("way", ""))
-    )
-    groups = [{"params": params[whole or 0 :]}, {"params": params[: whole or 0], "non_freeze": True}]
+    whole, compares, way = options.pop("non_freeze", 0), options.pop("compares", False), options.pop("way", "loop")
+    groups = [{"params": params[whole:]}, {"params": params[:whole], "non_freeze": True}]
     optimizer = torch.optim.SGD(params, lr=0.1) if name == "SGD" else getattr(hf_compressopt, name)(groups, **options)
     if way == "hook":
         model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001)

@@ -237,20 +237,16 @@ def test_the_hook_has_the_bits_of_the_plain_loop(rank: int, world_size: int, sha
         assert same_on_all_ranks(hooked.parameters()), name
 
 
-class Recorder:
-    """The messages of a communicator: their kinds, and how many bytes they have."""
+def recorded(communicator: Any) -> list[tuple[str, int]]:
+    """The messages of a communicator from now on: their kinds, and how many bytes they have."""
+    rows: list[tuple[str, int]] = []
 
-    def __init__(self, communicator: Any) -> None:
-        self.rows: list[tuple[str, int]] = []
-        for name in ("all_to_all", "all_gather", "all_reduce"):
-            setattr(communicator, name, self._recording(name, getattr(communicator, name)))
+    def recording(name: str, original: Any) -> Any:
+        return lambda tensor, *args, **options: rows.append((name, tensor.nbytes)) or original(tensor, *args, **options)
 
-    def _recording(self, name: str, original: Any) -> Any:
-        def call(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-            self.rows.append((name, tensor.nbytes))
-            return original(tensor, *args, **options)
-
-        return call
+    for name in ("all_to_all", "all_gather", "all_reduce"):
+        setattr(communicator, name, recording(name, getattr(communicator, name)))
+    return rows
 
 
 @on_ranks(2)
@@ -264,8 +260,8 @@ def test_each_parameter_travels_as_its_owner_says(rank: int, world_size: int) ->
     sync = attach_ddp(ddp, low, late)
     for step, expected in enumerate(([True, "exact"] * 2, [True, "exact", "local", "local"])):
         x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * rank + step))
-        recorders = [Recorder(communicator) for communicator in (low.communicator, late.communicator)]
-        plain = Recorder(sync.communicator)
+        messages = [recorded(communicator) for communicator in (low.communicator, late.communicator)]
+        plain = recorded(sync.communicator)
         grads = torch.autograd.grad(net(x).square().mean(), list(net.parameters()))
         ddp(x).square().mean().backward()
         rows: list[Any] = []
@@ -276,9 +272,9 @@ def test_each_parameter_travels_as_its_owner_says(rank: int, world_size: int) ->
             near = float((p.grad - mean).abs().max()) < 0.2 * float(mean.abs().max())
             rows.append("local" if torch.equal(p.grad, local) else "exact" if torch.equal(p.grad, mean) else near)
         assert rows == [*expected, "exact", "exact"]
-        sent = [sum(nbytes for _, nbytes in recorder.rows) for recorder in recorders]
+        sent = [sum(nbytes for _, nbytes in each) for each in messages]
         if step == 0:  # of the parameters that nobody owns, beside what compares the ranks
-            assert [row for row in plain.rows if row[0] == "all_reduce"] == [("all_reduce", 123 * 4)]
+            assert [row for row in plain if row[0] == "all_reduce"] == [("all_reduce", 123 * 4)]
             assert 0 < sent[0] == sent[1] < 1640 * 4 / 3
         else:
             assert sent[1] == 0
