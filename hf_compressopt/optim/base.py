@@ -359,7 +359,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _end_warmup(self, plan: StepPlan) -> None:
         clipped = 1.0 if self.freed is None else self.freed.clipped
         end_warmup_stage(self._states, self._bias_counts, self.variance_floor, clipped)
-        self._follow_moments()
         sent, norm = self._after_the_switch
         norm = ESTIMATE if self._consensus.clip == "sketch" else norm
         told = "with one rank nothing is sent, and so nothing is compressed"
@@ -587,11 +586,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _show_moments(self, state: GroupState) -> None:
         self.state.update({param: state.torch_state(index) for index, param in enumerate(state.params)})
 
-    def _follow_moments(self) -> None:
-        """Let ``self.state`` show moments that have taken another form."""
-        for param in chain.from_iterable(state.params for state in self._states if state.compact):
-            self.state[param].follow()
-
     @property
     def trainable_parameters(self) -> list[Tensor]:
         return list(chain.from_iterable(state.params for state in self._states))
@@ -671,7 +665,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _state_loaded(self) -> None:
         """Update everything that is derived from the state. In the warmup stage every parameter moves."""
         self._consensus.comparison.checked = False
-        self._follow_moments()
         self.early_messages.state_loaded()
         for state in self._states:
             state.still = [False] * len(state.params)

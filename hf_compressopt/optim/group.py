@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -294,36 +294,27 @@ class Moments:
         return [numel > 0 and next(found) for numel in self._layout.numels]
 
 
-class ParameterState(dict[str, Any]):
+class ParameterState(MutableMapping[str, Any]):
     """The entry of ``optimizer.state`` of one parameter, whose moments are decoded whenever they are read."""
 
     def __init__(self, read: Callable[[], dict[str, Callable[[], Any]]]) -> None:
-        super().__init__(dict.fromkeys(read()))
-        self._read = read
-
-    def follow(self) -> None:
-        """Take the names of the form that the moments have now."""
-        names = self._read()
-        if not names.keys() <= super().keys():
-            super().clear()
-            super().update(dict.fromkeys(names))
+        self._read, self._added = read, dict[str, Any]()  # by others, under names of their own
 
     def __getitem__(self, name: str) -> Any:
         readers = self._read()
-        return readers[name]() if name in readers else super().__getitem__(name)
+        return readers[name]() if name in readers else self._added[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._added[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._added[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names; with a method of its own, ``dict(entry)`` asks for each value."""
-        return super().__iter__()
+        return iter({**self._read(), **self._added})
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
-
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self]
-
-    def values(self) -> Any:
-        return [self[name] for name in self]
+    def __len__(self) -> int:
+        return len({**self._read(), **self._added})
 
     def copy(self) -> dict[str, Any]:
         return dict(self)
@@ -437,7 +428,7 @@ class GroupState:
         """Return both moments of one parameter, views of the flat buffers, and its count of steps."""
         return self.view(self.exp_avg, index), self.view(self.exp_avg_sq, index), self.steps[index]
 
-    def torch_state(self, index: int) -> dict[str, Any]:
+    def torch_state(self, index: int) -> MutableMapping[str, Any]:
         """Return the entry of ``optimizer.state[p]``: views of the flat buffers, or what decodes compact forms."""
         readers = partial(self._readers, index)
         return ParameterState(readers) if self.compact else {name: read() for name, read in readers().items()}
