@@ -287,12 +287,7 @@ class Communicator(ABC):
         return results[0]
 
     def sum_and_compare(
-        self,
-        values: Sequence[Tensor],
-        digests: Sequence[int | Tensor],
-        dtype: torch.dtype = torch.float64,
-        sketch: Tensor | None = None,
-        beside: Tensor | None = None,
+        self, values: Sequence[Tensor], digests: Sequence[int | Tensor], sketch: Tensor | None, beside: Tensor | None
     ) -> tuple[list[float], list[bool]]:
         """Sum values, [] each, over the ranks, and compare numbers below DIGEST_BOUND, in one small all-reduce.
 
@@ -300,6 +295,7 @@ class Communicator(ABC):
         fetched with them, and for each digest whether all ranks have the same one. Digests that the host does not know
         yet, [] int64, are the last ones.
         """
+        dtype = torch.float64 if sketch is None else torch.float32
         bits = _BITS_TOGETHER[dtype]
         shifts = range(0, _DIGEST_BITS, bits)
         pieces = [digest >> shift & (1 << bits) - 1 for digest in digests for shift in shifts]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -145,10 +145,6 @@ class MeanNorm:
                 self.sketches.append(Sketch.of(rows, communicator, size, seed, device))
                 square = self.sketches[-1].square
             self.squares[share] = self.squares.get(share, 0) + square
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if any(s.communicator is self.everyone for s in self.sketches) else torch.float64
 
     def contributions(self) -> tuple[list[Tensor], Tensor | None]:
         """Return four numbers of this rank and its sketch, whose sums over all ranks :meth:`square` takes."""
@@ -645,9 +641,8 @@ class Consensus:
             digests.append(self.gradient_digest(gradients.groups))
         faults = torch.full_like(squares[0], float(gradients.fault is not None))
         means, sketch = ([], None) if mean is None else mean.contributions()
-        dtype = torch.float64 if mean is None else mean.dtype
         numbers, beside = [faults, squares[0], squares[-1], *means], self.warmup.largest_variances(plan)
-        sums, alike = self.communicator.sum_and_compare(numbers, digests, dtype, sketch, beside)
+        sums, alike = self.communicator.sum_and_compare(numbers, digests, sketch, beside)
         if beside is not None:
             sums, self.read = sums[: -len(beside)], sums[-len(beside) :]
         if gradients.fault is None and sums[0] > 0:
@@ -677,13 +672,11 @@ class Consensus:
         mean, self.at_sync = self.at_sync, None
         unread = None if self._unread is None else self._unread.square
         beside = unread if isinstance(unread, Tensor) else torch.zeros_like(written)
-        if mean is None:
-            with self.communicator.traffic.paused():
-                sums, alike = self.communicator.sum_and_compare([written], digests, beside=beside.view(1))
-        else:
-            means, sketch = mean.contributions()
-            numbers = [written, *means]
-            sums, alike = self.communicator.sum_and_compare(numbers, digests, mean.dtype, sketch, beside.view(1))
+        means, sketch = ([], None) if mean is None else mean.contributions()
+        # as checks are no part of the training's traffic
+        with self.communicator.traffic.paused() if mean is None else nullcontext():
+            sums, alike = self.communicator.sum_and_compare([written, *means], digests, sketch, beside.view(1))
+        if mean is not None:
             mean.square(sums[1:-1])
             self._common = mean.common
         return sums[0] > 0, math.isfinite(sums[-1]), alike
