@@ -6,6 +6,7 @@ Bytes are read block by block and never mapped, and written as they come: a file
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import sys
@@ -26,18 +27,11 @@ from hf_compressopt.format.index import (
     checksum_of,
 )
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 #: safetensors' own bound on a header.
 HEADER_CAP = 100_000_000
 #: Shards that are open at a time.
 _MOST_OPEN = 32
 _ITEMSIZE = dict(DTYPES.values())
-#: A flag that refuses symbolic links: they may lead to any file.
-NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
 Bytes = bytes | bytearray | memoryview
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 _HELD = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
@@ -257,7 +251,7 @@ def write_shard(
 
 def _allocate(file: BinaryIO, size: int) -> None:
     try:
-        if allocate := getattr(os, "posix_fallocate", None):  # macOS and Windows have none
+        if allocate := getattr(os, "posix_fallocate", None):  # macOS has none
             allocate(file.fileno(), 0, size)
     except OSError as error:
         if error.errno not in _CANNOT_ALLOCATE:
@@ -289,10 +283,11 @@ def _write_blocks(
 def durable_file(path: Path, mode: str = "xb", *, final: Path | None = None) -> Iterator[BinaryIO]:
     """Open a file to be written; after the block its bytes are on the disk, and its name is ``final``.
 
-    An error in the block removes the file, and a file that was called ``final`` before is as it was.
+    An error in the block removes the file, and a file that was called ``final`` before is as it was. A symbolic link is
+    refused: it may lead to any file.
     """
     try:
-        with open(path, mode, opener=lambda path, flags: os.open(path, flags | NO_LINKS, 0o666)) as file:
+        with open(path, mode, opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666)) as file:
             yield file  # type: ignore[misc]
             file.flush()
             os.fsync(file.fileno())
@@ -359,14 +354,13 @@ def _hold(path: Path) -> int:
     """Open the file and lock it, again if the save that had it removes it in between."""
     while True:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise OSError(errno.ELOOP, "a lock must not be a symbolic link: remove it", str(path)) from None
         try:
-            if fcntl is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:
                 os.close(descriptor)
