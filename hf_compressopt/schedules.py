@@ -7,12 +7,12 @@ so that there is no stage to save, to lose at a resume, or to disagree about bet
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
-#: The value of a freeze step that the variance finds; see :class:`FreezeDetector`.
+#: The value of a freeze step that the variance finds; see :func:`variance_stability`.
 AUTO = "auto"
 #: Steps that a variance must have learnt from before "auto" freezes it, unless an option says otherwise. In simulated
 #: runs a variance of 80 steps could be frozen, and one of 40 could not.
@@ -233,31 +233,18 @@ class Warmup:
         return self.step <= 1 or (at_full_rate > 1 and at_full_rate >= min(self.step - 1, window))
 
 
-@dataclass(frozen=True)
-class FreezeDetector:
-    """The search for the step at which the variance is stable (1-bit Adam, arXiv 2102.02888, section 4.3).
+def variance_stability(history: Any, step: int, last_step: int, lr: float, norm: Callable[[], float]) -> float:
+    """Return how stable the variance is after a step (1-bit Adam, arXiv 2102.02888, section 4.3), and record the step.
 
-    With a the 1-norm of the bias-corrected second moment now and b the same D = 1/(1 - beta2) steps ago, the variance
-    is stable at the first step at which the learning rate rises no more and min(a/b, b/a) reaches a threshold, at
-    ``last_step`` at the latest. ``history`` has D norms, in a ring, and the last learning rate behind them.
+    With a the 1-norm of the bias-corrected second moment now, and b the same D = 1/(1 - beta2) steps ago, that is
+    min(a/b, b/a); 0 if it is not known yet, or the learning rate rises. ``norm`` is asked for a only where it is ever
+    compared, up to ``last_step``. ``history``, such as a 1-D float64 tensor on the CPU, has D norms, in a ring, and the
+    last learning rate behind them.
     """
-
-    history: Any  # numbers in a row, such as a 1-D float64 tensor on the CPU
-    last_step: int
-
-    @staticmethod
-    def size(beta2: float, last_step: int) -> int:
-        return min(round(1 / (1 - beta2)), last_step) + 1
-
-    def needs_norm(self, step: int) -> bool:
-        """Return whether the norm of a step is ever compared with another one."""
-        window = len(self.history) - 1
-        return step <= self.last_step and (step > window or step + window <= self.last_step)
-
-    def stability(self, step: int, norm: float, lr: float) -> float:
-        """Record a step, and return min(a/b, b/a); 0 if that is not known yet, or the learning rate rises."""
-        window = len(self.history) - 1
-        before, last_lr = float(self.history[step % window]), float(self.history[window])
-        self.history[step % window], self.history[window] = norm, lr
-        known = step > window and min(before, norm) > 0 and math.isfinite(norm)
-        return min(norm / before, before / norm) if known and lr <= last_lr else 0.0
+    window = len(history) - 1
+    before, last_lr = float(history[step % window]), float(history[window])
+    compared = step <= last_step and (step > window or step + window <= last_step)
+    now = norm() if compared else 0.0
+    history[step % window], history[window] = now, lr
+    known = step > window and min(before, now) > 0 and math.isfinite(now)
+    return min(now / before, before / now) if known and lr <= last_lr else 0.0

@@ -33,7 +33,7 @@ from hf_compressopt.optim.math import evaluate, in_float32
 from hf_compressopt.optim.sharded import FreedGradients, end_warmup_stage, take_sharded_step
 from hf_compressopt.optim.state import HISTORY, STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
 from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
-from hf_compressopt.schedules import AUTO, FreezeDetector, Schedule, Stage, StepPlan, Warmup
+from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan, Warmup, variance_stability
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     (:meth:`_prepare`), and the update by the message that comes back (:meth:`_apply`).
 
     With ``freeze_step="auto"`` the variance decides when the warmup stage ends (1-bit Adam, arXiv 2102.02888, section
-    4.3; :class:`~hf_compressopt.schedules.FreezeDetector`), at the latest at ``max_freeze_step``. Ranks decide alike.
+    4.3; :func:`~hf_compressopt.schedules.variance_stability`), at the latest at ``max_freeze_step``, on all ranks.
 
     In the stages in which ``plan.reduce_grads`` is True the caller averages the gradients over the ranks before
     :meth:`step` (Trainer and Accelerate do, through DDP; :func:`~hf_compressopt.average_gradients` does in a loop of
@@ -511,11 +511,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 message = "freeze_step=%d freezes a variance that has learnt little: it is %s. The loss may suffer; "
                 self._log(logging.WARNING, message + "'auto' waits longer", step, ", and ".join(reasons))
             return plan.ends_stage
-        detector = FreezeDetector(self._tensors[HISTORY], schedule.last_warmup_step)
-        norm = 0.0
-        if detector.needs_norm(step):
-            norm = mean_variance_norm(self._states, self._bias_counts, self.communicator)
-        stability = detector.stability(step, norm, float(group["lr"]))
+        norm = partial(mean_variance_norm, self._states, self._bias_counts, self.communicator)
+        known = self._tensors[HISTORY], step, schedule.last_warmup_step, float(group["lr"])
+        stability = variance_stability(*known, norm)
         if step < schedule.min_freeze_step or not warmup_is_over:
             return False
         if stability < threshold and step < schedule.max_freeze_step:
@@ -538,7 +536,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _make_room_for_history(self) -> None:
         """Allocate the norms that "auto" compares, unless the end of the warmup stage is known."""
         if self.schedule.freeze_step == AUTO:
-            size = FreezeDetector.size(self.param_groups[0]["betas"][1], self.schedule.last_warmup_step)
+            memory = round(1 / (1 - self.param_groups[0]["betas"][1]))
+            size = min(memory, self.schedule.last_warmup_step) + 1
             self._tensors[HISTORY] = torch.zeros(size, dtype=torch.float64, device="cpu")
 
     # -- param groups --------------------------------------------------------------------------------------------------
