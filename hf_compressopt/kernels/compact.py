@@ -20,10 +20,8 @@ from hf_compressopt.kernels.messages import IntegerFormat
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
-#: Bits of an error in a message.
-ERROR_BITS = 8
 #: The format of errors in 8 bits.
-ERROR_FORMAT = IntegerFormat(ERROR_BITS)
+ERROR_FORMAT = IntegerFormat(8)
 
 
 @dataclass(slots=True)  # not frozen: a step makes many, in half of the time

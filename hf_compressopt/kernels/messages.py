@@ -177,13 +177,9 @@ class SignFormat(Layout):
 
 def block_rms(x: Tensor, scale_block: int) -> Tensor:
     """Return the root mean square of each block. x: [n] float32, n > 0. Returns [ceil(n / scale_block)] float32."""
-    whole = x.numel() // scale_block * scale_block
-    scales = []
-    if whole:
-        scales.append(_row_norms(x[:whole].view(-1, scale_block)).div_(scale_block**0.5))
-    if whole < x.numel():
-        scales.append(_row_norms(x[whole:].unsqueeze(0)).div_((x.numel() - whole) ** 0.5))
-    return torch.cat(scales).float()
+    blocks = x.numel() // scale_block
+    parts = x[: blocks * scale_block].view(blocks, scale_block), x[blocks * scale_block :].unsqueeze(0)
+    return torch.cat([_row_norms(rows).div_(rows.shape[1] ** 0.5) for rows in parts if rows.numel()]).float()
 
 
 def _row_norms(rows: Tensor) -> Tensor:

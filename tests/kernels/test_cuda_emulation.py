@@ -66,7 +66,7 @@ def emulator(
 def installed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
     emulator = Emulator(directory)
     monkeypatch.setattr(library, "_DIRECTORY", directory)
-    monkeypatch.setattr(cases.Arena, "place", staticmethod(emulator.place))
+    monkeypatch.setattr(cases.Pair, "place", staticmethod(emulator.place))
     monkeypatch.setattr(library, "_new_scratch", emulator.scratch)
     library._library.cache_clear()
     yield emulator

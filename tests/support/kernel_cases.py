@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ from hf_compressopt.kernels import (
     Segment,
     SignFormat,
     Variance,
-    like_errors,
     native,
     reference,
     tensor_of,
@@ -59,48 +59,31 @@ _LOWEST_TOP, _HIGHEST_TOP = -754, 1023  # with every code a normal float32 numbe
 Form = MessageFormat
 
 
-class Arena:
-    """Copies of tensors on a device, each between guards, and off the 16-byte alignment where asked."""
+class Pair:
+    """The same tensors for the reference and for the kernel, whose copies lie between guards on the device."""
 
     place: Callable[[Tensor, int], Tensor] | None = None  # makes the copies instead, if a fixture has set it
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device, self.random = device, torch.Generator().manual_seed(seed)
         self._blocks: list[tuple[Tensor, int, int]] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
 
-    def put(self, tensor: Tensor, shift: int = 0) -> Tensor:
+    def copy(self, tensor: Tensor, shift: int = 0) -> Tensor:
+        """A copy for the kernel, off the 16-byte alignment by so many elements; the case does not compare it."""
         if self.place is not None:
             return self.place(tensor, shift)
         begin = _GUARD + shift * tensor.element_size()
         end = begin + tensor.numel() * tensor.element_size()
         block = torch.full((end + _GUARD,), _PATTERN, dtype=torch.uint8, device=self.device)
         self._blocks.append((block, begin, end))
-        copy = block[begin:end].view(tensor.dtype).view(tensor.shape)
-        return copy.copy_(tensor)
-
-    def check(self) -> None:
-        for block, begin, end in self._blocks:
-            assert bool((block[:begin] == _PATTERN).all() and (block[end:] == _PATTERN).all()), (
-                "written beside a buffer"
-            )
-
-
-@dataclass
-class Pair:
-    """The same tensors for the reference and for the kernel."""
-
-    arena: Arena
-    seed: int
-
-    def __post_init__(self) -> None:
-        self.random = torch.Generator().manual_seed(self.seed)
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        return block[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def integer(self, low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=self.random))
 
     def put(self, tensor: Tensor, shift: int = 0) -> tuple[Tensor, Tensor]:
-        self._pairs.append((tensor, self.arena.put(tensor, shift)))
+        self._pairs.append((tensor, self.copy(tensor, shift)))
         return self._pairs[-1]
 
     def normal(self, *shape: int, shift: int = 0) -> tuple[Tensor, Tensor]:
@@ -131,8 +114,13 @@ class Pair:
             yield module, *operands
         self.check()
 
+    def check_guards(self) -> None:
+        for block, begin, end in self._blocks:
+            beside = torch.cat([block[:begin], block[end:]])
+            assert bool((beside == _PATTERN).all()), "written beside a buffer"
+
     def check(self) -> None:
-        self.arena.check()
+        self.check_guards()
         for expected, got in self._pairs:
             assert_same_bits(got, expected)
 
@@ -185,7 +173,7 @@ def combination(
     grads, own_grads, _ = case.segments(numel, segments, missing=True, still=still) if segments else (None, None, None)
     return (
         Combination(numel, CPU, x, alpha, grads, 0.1, factors, y),
-        Combination(numel, case.arena.device, own_x, alpha, own_grads, 0.1, own_factors, own_y),
+        Combination(numel, case.device, own_x, alpha, own_grads, 0.1, own_factors, own_y),
     )
 
 
@@ -193,16 +181,10 @@ def errors(case: Pair, numel: int, chunks: int, *, compact: bool, shift: int = 0
     """Errors of random sizes, for the reference and for the kernel; they are not compared by the case."""
     values = torch.randn(numel, generator=case.random) * 0.5
     if not compact:
-        return values, case.arena.put(values, shift)
+        return values, case.copy(values, shift)
     made = CompactErrors.zeros(numel, chunks)
     keep_errors_(made, values)
-    return made, replace(made, messages=case.arena.put(made.messages))
-
-
-def copy_of(error: Errors) -> Errors:
-    copy = like_errors(error)
-    tensor_of(copy).copy_(tensor_of(error))
-    return copy
+    return made, replace(made, messages=case.copy(made.messages))
 
 
 def assert_errors(got: Errors, expected: Errors) -> None:
@@ -279,7 +261,7 @@ def check_messages(u: Tensor, messages: Tensor, form: Form, chunks: int) -> Tens
 
 def rounded(error: Errors, values: Tensor) -> Errors:
     """These values as errors of the same form."""
-    kept = copy_of(error)
+    kept = deepcopy(error)
     keep_errors_(kept, values)
     return kept
 
@@ -297,16 +279,16 @@ def check_compress(
     **options: Any,
 ) -> None:
     """Messages alone, and messages with new errors, in place or elsewhere."""
-    case = Pair(Arena(device), numel + 31 * chunks + segments)
+    case = Pair(device, numel + 31 * chunks + segments)
     if values is None:
         z, own = combination(case, numel, segments, shift=shift, **options)
     else:
         z, own = map(Combination.of, case.put(values))
     error, own_error = errors(case, numel, chunks, compact=compact, shift=shift)
-    start, u = copy_of(own_error), torch.empty(numel)
+    start, u = deepcopy(own_error), torch.empty(numel)
     reference.combine_(z, u)
     u += values_of_errors(error)
-    first, second = (case.arena.put(empty_messages(form, numel, chunks)) for _ in range(2))
+    first, second = (case.copy(empty_messages(form, numel, chunks)) for _ in range(2))
     native.compress_(form, own, own_error, first, chunks)
     assert_same_bits(tensor_of(own_error), tensor_of(start).cpu())
     new = own_error if numel % 2 else errors(case, numel, chunks, compact=compact, shift=shift)[1]
@@ -326,12 +308,12 @@ def check_average_compress(
     shift: int = 0,
     values: Tensor | None = None,
 ) -> None:
-    case = Pair(Arena(device), numel + 17 * ranks)
+    case = Pair(device, numel + 17 * ranks)
     messages, own_messages = case.put(messages_of(case, form, numel, ranks, values))
     error, own_error = errors(case, numel, 1, compact=compact, shift=shift)
-    start = copy_of(own_error)
+    start = deepcopy(own_error)
     new = own_error if numel % 2 else errors(case, numel, 1, compact=compact, shift=shift)[1]
-    out = case.arena.put(empty_messages(form, numel))
+    out = case.copy(empty_messages(form, numel))
     native.average_compress_(form, own_messages, own_error, new, out, ranks)
     case.check()
     u = form.sum_of(messages.view(ranks, -1), numel) * (1.0 / ranks) + values_of_errors(error)
@@ -342,12 +324,12 @@ def check_average_compress(
 
 def check_not_finite(device: torch.device, numel: int, scale_block: int | None) -> None:
     """What is not finite makes the scale of its block NaN or infinite, and the errors of the block NaN."""
-    case, form = Pair(Arena(device), numel), SignFormat(scale_block)
+    case, form = Pair(device, numel), SignFormat(scale_block)
     x = torch.randn(numel, generator=case.random)
     x[numel // 3], x[2 * numel // 3] = math.inf, math.nan
     x, own_x = case.put(x)
     error, own_error = errors(case, numel, 1, compact=True)
-    message = case.arena.put(empty_messages(form, numel))
+    message = case.copy(empty_messages(form, numel))
     for _ in range(2):
         u = x + values_of_errors(error)
         native.compress_(form, Combination.of(own_x), own_error, message, 1, own_error)
@@ -361,20 +343,20 @@ def check_not_finite(device: torch.device, numel: int, scale_block: int | None) 
 
 
 def check_combine(device: torch.device, numel: int, segments: int, **options: Any) -> None:
-    case = Pair(Arena(device), numel + segments)
+    case = Pair(device, numel + segments)
     for k, z, out in case.sides(combination(case, numel, segments, **options), case.normal(numel, shift=3)):
         k.combine_(z, out)
 
 
 def check_decompress(device: torch.device, form: Form, numel: int, chunks: int, shift: int = 0) -> None:
-    case = Pair(Arena(device), numel)
+    case = Pair(device, numel)
     for k, y, out in case.sides(average(case, form, numel, chunks), case.normal(numel, shift=shift)):
         k.decompress_(y, out)
 
 
 def check_any_nan(device: torch.device, form: IntegerFormat, numel: int, chunks: int) -> None:
     """NaN is found in the scales of any chunk, and in no other bytes, which are all ones."""
-    case = Pair(Arena(device), numel + chunks)
+    case = Pair(device, numel + chunks)
     stride = max(form.chunk_nbytes(numel, chunks)) + 16
     _, messages = case.put(torch.full((stride * chunks,), 0xFF, dtype=torch.uint8))
     y, places = Average(numel, form, messages, chunks, stride), []
@@ -387,14 +369,14 @@ def check_any_nan(device: torch.device, form: IntegerFormat, numel: int, chunks:
         scales[place] = math.nan
         assert native.any_nan(y), place
         scales[place] = -1.0
-    case.arena.check()
+    case.check_guards()
 
 
 def check_mean(
     device: torch.device, form: IntegerFormat, numel: int, ranks: int, *, shift: int = 0, values: Tensor | None = None
 ) -> None:
-    case = Pair(Arena(device), numel + 17 * ranks)
-    outs = torch.empty(numel), case.arena.put(torch.zeros(numel), shift)
+    case = Pair(device, numel + 17 * ranks)
+    outs = torch.empty(numel), case.copy(torch.zeros(numel), shift)
     for k, messages, out in case.sides(case.put(messages_of(case, form, numel, ranks, values)), outs):
         k.mean_(form, messages, out, ranks, 3.0 / ranks)
     assert_same_bits_but_nan(outs[1], outs[0])
@@ -403,7 +385,7 @@ def check_mean(
 def check_add(
     device: torch.device, form: IntegerFormat, numel: int, chunks: int, *, segments: int, decay: float, scale: float
 ) -> None:
-    case = Pair(Arena(device), numel + 31 * chunks + segments)
+    case = Pair(device, numel + 31 * chunks + segments)
     averages = average(case, form, numel, chunks)
     for k, y, outputs in case.sides(averages, case.segments(numel, segments, missing=True)[:2]):
         k.add_(y, outputs, decay, scale)
@@ -435,7 +417,7 @@ def check_apply_adam(
     shift: int = 0,
 ) -> None:
     """whole: every tensor is there, and none stands still."""
-    case = Pair(Arena(device), numel + segments)
+    case = Pair(device, numel + segments)
     average_ = average(case, SignFormat(scale_block), numel, chunks)
     momentum = case.normal(numel, shift=shift) if with_m else (None, None)
     square = variance(case, numel, segments, log=log, shift=shift)
@@ -453,7 +435,7 @@ def check_scales_that_are_not_ordinary(device: torch.device, numel: int, scale_b
     """NaN stays NaN, zeros keep their signs, and infinity is bounded."""
     form = SignFormat(scale_block)
     for bound in (math.inf, 0.5):
-        case = Pair(Arena(device), numel)
+        case = Pair(device, numel)
         messages = messages_of(case, form, numel, 1)
         scales = form.scales(messages, numel)
         for place, scale in enumerate((math.nan, 0.0, math.inf, 1e-40, 3e38)):
@@ -461,11 +443,11 @@ def check_scales_that_are_not_ordinary(device: torch.device, numel: int, scale_b
         v, own_v = variance(case, numel, 1, log=True)
         start = torch.randn(numel, generator=case.random)
         start[torch.rand(numel, generator=case.random) < 0.1] = -0.0
-        own_param, param = case.arena.put(start), start.clone()
+        own_param, param = case.copy(start), start.clone()
         descent = Descent(1e-2, 1.0, 1e-8, False, bound)
         for how, sent, moment, tensor in (
             (reference, messages, v, param),
-            (native, case.arena.put(messages), own_v, own_param),
+            (native, case.copy(messages), own_v, own_param),
         ):
             y = Average(numel, form, sent, 1, sent.numel())
             how.apply_adam_(AdamUpdate(y, None, moment, [Segment(tensor, 0, numel, 0)], descent))
@@ -477,7 +459,7 @@ def check_scales_that_are_not_ordinary(device: torch.device, numel: int, scale_b
 def check_local_step(
     device: torch.device, numel: int, segments: int, *, with_grads: bool, descent: Descent, log: bool = False
 ) -> None:
-    case = Pair(Arena(device), numel + segments)
+    case = Pair(device, numel + segments)
     operands = case.normal(numel), variance(case, numel, segments, log=log), case.normal(numel)
     *tensors, cuts = case.segments(numel, segments, missing=True, still=True)
     gradients = case.segments(numel, segments, missing=True, cuts=cuts)[:2]
@@ -488,7 +470,7 @@ def check_local_step(
 def check_sync_parameters(
     device: torch.device, numel: int, segments: int, *, chunks: int, descent: Descent, log: bool = False
 ) -> None:
-    case = Pair(Arena(device), numel + segments)
+    case = Pair(device, numel + segments)
     operands = average(case, SignFormat(512), numel, chunks), case.normal(numel), case.normal(numel)
     more = variance(case, numel, segments, log=log), case.normal(numel)
     tensors = case.segments(numel, segments, missing=True, still=True)[:2]
@@ -519,14 +501,14 @@ def check_bound(device: torch.device) -> None:
 def check_lamb(
     device: torch.device, numel: int, segments: int, *, chunks: int, options: LambOptions, log: bool = False
 ) -> None:
-    case = Pair(Arena(device), numel + segments)
+    case = Pair(device, numel + segments)
     operands = average(case, SignFormat(4096), numel, chunks), case.normal(numel), case.positive(numel)
     square = variance(case, numel, segments, log=log)
     params, own_params, _ = case.segments(numel, segments, missing=True, still=True)
     nonempty = [segment for segment in params if segment.numel]
     more = case.positive(segments), case.positive(segments)
     start = torch.rand(segments, 3, generator=case.random, dtype=torch.float64)
-    sums = start.clone(), case.arena.put(start)
+    sums = start.clone(), case.copy(start)
     for k, y, m, fresh, v, tensors, factors, found in case.sides(
         *operands, square, (nonempty, own_params), more[0], sums
     ):
@@ -553,7 +535,7 @@ def check_adam(
     steps: int = 3,
 ) -> None:
     """dtypes: of parameter, gradient and moments of the k-th tensor."""
-    case = Pair(Arena(device), len(numels))
+    case = Pair(device, len(numels))
     sides: list[list[list[Tensor | None]]] = [[], []]
     for k, numel in enumerate(numels):
         param, grad, moment = dtypes(k)
@@ -584,7 +566,7 @@ def _on(step: AdamStep, device: torch.device) -> AdamStep:
 
 
 def check_square_sums(device: torch.device, numels: Sequence[int], shift: int = 0) -> None:
-    case = Pair(Arena(device), len(numels))
+    case = Pair(device, len(numels))
     pairs = [
         case.put((torch.randn(numel, generator=case.random) * 3).to(DTYPES[k % 3]), shift)
         for k, numel in enumerate(numels)
@@ -596,11 +578,11 @@ def check_square_sums(device: torch.device, numels: Sequence[int], shift: int = 
 
 
 def check_sketch(device: torch.device, numel: int, segments: int, *, offset: int = 0, seed: int = 1) -> None:
-    case = Pair(Arena(device), numel + offset + segments)
+    case = Pair(device, numel + offset + segments)
     grads, own_grads, _ = case.segments(numel, segments, missing=True)
     y, own_y = case.normal(SKETCH_NUMEL)
     squares = torch.rand((), dtype=torch.float64, generator=case.random)
-    own_squares = case.arena.put(squares)
+    own_squares = case.copy(squares)
     reference.sketch_(grads, offset, seed, y, squares)
     native.sketch_(own_grads, offset, seed, own_y, own_squares)
     case.check()
