@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, trainer, trainer_utils, training_args
 
 from hf_compressopt.amp import innermost
@@ -229,18 +228,16 @@ def _create_optimizer(original: Callable[..., Any], self: Trainer, *args: Any, *
     made_here = self.optimizer is None
     result = original(self, *args, **kwargs)
     inner = innermost(self.optimizer)
+    compresses = follows_plan(inner) or attachment_of(self).grad_compression != "none"
+    if compresses and self.accelerator.num_processes > 1 and without_compile(self.model_wrapped) is self.model:
+        self.model_wrapped = self.model  # an evaluation before the training may have left it compiled, and without DDP
     if not saves_shards(inner):
         return result
     attach(self.accelerator)
     check_distributed_type(self.accelerator, inner)
-    if follows_plan(inner):
-        if made_here:
-            made_of = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            inner.defer_schedule(list(made_of[1]))  # the options that the user gave
-        is_ddp = isinstance(without_compile(self.model_wrapped), DistributedDataParallel)
-        if self.accelerator.num_processes > 1 and not is_ddp:
-            # an evaluation before the training may have left a compiled model without DDP here
-            self.model_wrapped = self.model
+    if follows_plan(inner) and made_here:
+        made_of = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        inner.defer_schedule(list(made_of[1]))  # the options that the user gave
     return result
 
 
