@@ -165,13 +165,13 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare as Accelerate does; a model that was prepared for evaluation only is prepared anew for training."""
+        state, plugin = self._compressopt, self._compressopt.plugin
         loaded = is_loaded_in_shards(without_compile(model))
         if loaded and not evaluation_mode:
-            check_distributed_type(self, None, self._compressopt.plugin, without_compile(model))
-            evaluation_mode = self._compressopt.grad_compression != "none"  # the model averages its gradients itself
+            check_distributed_type(self, None, plugin, without_compile(model))
+            evaluation_mode = state.grad_compression != "none"  # the model averages its gradients itself
         if not evaluation_mode and self.num_processes > 1:
             undo_evaluation_mode(model, self._models)
-        state, plugin = self._compressopt, self._compressopt.plugin
         partitioned = plugin is not None and (plugin.partitions or plugin.zero_stage == 2)
         if not evaluation_mode and (partitioned or shares(model.parameters(), state.partitioned)):
             alone: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)

@@ -48,12 +48,10 @@ class Translation:
 
     @property
     def lost(self) -> list[Row]:
-        """Options without a counterpart."""
         return [row for row in self.rows if row.kind == LOST]
 
     @property
     def optim_args_text(self) -> str:
-        """The options as ``--optim_args`` takes them."""
         return ",".join(f"{name}={_text(value)}" for name, value in self.optim_args.items())
 
     def flags_as_words(self) -> list[list[str]]:
@@ -63,7 +61,6 @@ class Translation:
         return [_words(flag, value) for flag, value in given.items()]
 
     def arguments(self) -> list[str]:
-        """Trainer's flags, as the words of one command line."""
         return [word for words in self.flags_as_words() for word in words]
 
     def set(self, name: str, value: Any) -> str:
@@ -102,7 +99,6 @@ _SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "wa
 
 
 def facts_of(config: dict[str, Any], ranks: int | None, same_arithmetic: bool) -> dict[str, Any]:
-    """Return the facts of a configuration that deepspeed.txt refers to."""
     get, params = config.get, "optimizer.params."
     stage, norm = get("zero_optimization.stage"), get(f"{params}max_grad_norm")
     if isinstance(stage, bool) or stage not in (None, 0, 1, 2, 3):
@@ -371,7 +367,6 @@ def _options(prefix: str, section: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Read a configuration."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
@@ -391,7 +386,6 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _check_ranges(translation: Translation) -> None:
-    """Have the optimizer check its options."""
     args = read_optim_args(translation.optim, translation.optim_args_text)
     known = translation.optim in (*OPTIMIZERS, *ZERO_NAMES, "adamw_torch")
     if known and os.environ.get("WORLD_SIZE", "1") == "1":  # else it would look for the other ranks

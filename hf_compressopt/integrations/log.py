@@ -27,10 +27,9 @@ class _ProgressBarHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes a line above the progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record to stderr; a terminal that is gone must not end the training."""
         from tqdm import tqdm
 
-        with suppress(Exception):
+        with suppress(Exception):  # a terminal that is gone must not end the training
             tqdm.write(self.format(record), file=sys.stderr)
 
 
@@ -73,7 +72,6 @@ def describe_saving(state: Any) -> str:
 
 
 def _with_unit(nbytes: float) -> str:
-    """Bytes with three digits and a decimal unit."""
     units = ("B", "kB", "MB", "GB")
     place = next((i for i in range(len(units) - 1) if nbytes < 999.5 * 1000**i), len(units) - 1)
     return f"{nbytes / 1000**place:.3g} {units[place]}"
@@ -101,7 +99,6 @@ def fit(optimizer: CompressedOptimizer, steps: int) -> None:
 
 
 def is_fitted(optimizer: CompressedOptimizer) -> bool:
-    """True if the length of the optimizer's run is known."""
     return optimizer in _steps
 
 

@@ -48,7 +48,6 @@ class Models:
         self._sharded: WeakKeyDictionary[FSDPCompression, None] = WeakKeyDictionary()  # a model's hooks keep both alive
 
     def add(self, model: nn.Module) -> None:
-        """Add a prepared model, if it is a DDP model."""
         if isinstance(inner := without_compile(model), DistributedDataParallel):
             self._ddp.setdefault(inner, None)
 
@@ -120,7 +119,6 @@ class Models:
         return [*found, *(state.model for state in self._sharded)]
 
     def compressions(self) -> list[GradientCompression | FSDPCompression]:
-        """The states of the models whose gradients are compressed."""
         return [*filter(None, map(find_compression, self._ddp)), *self._sharded]
 
     def release(self) -> None:
@@ -129,7 +127,6 @@ class Models:
             sync.bind(())
 
     def check_not_averaging(self, optimizer: Ours) -> None:
-        """Raise if a DDP would average gradients that the optimizer averages itself."""
         params = {id(p) for p in optimizer.trainable_parameters}
         if any(shares(model.parameters(), params) for model in self._ddp):
             raise ValueError(
@@ -146,7 +143,6 @@ def find_compression(model: DistributedDataParallel) -> GradientCompression | No
 
 
 def check_no_hook(hook: Any, name: str) -> None:
-    """Raise if the user asked Accelerate for a communication hook."""
     if hook is not None and getattr(hook, "name", str(hook)) != "NO":
         raise ValueError(
             f"{name} needs DDP's communication hook for itself, but the accelerator has one already: "

@@ -100,7 +100,6 @@ def _take_stage(name: str, pairs: dict[str, str]) -> int | None:
 
 
 def check_grad_compression(value: str, other: str) -> None:
-    """Check a value of ``grad_compression``."""
     if value not in (*FORMATS, "none"):
         raise ValueError(f"grad_compression must be one of {[*FORMATS, 'none']}, got {value!r}")
     if value != "none" and other:
@@ -111,7 +110,6 @@ def check_grad_compression(value: str, other: str) -> None:
 
 
 def check_param_compression(value: str, stage: int | None, grad_compression: str) -> None:
-    """Check a value of ``param_compression``."""
     if value not in (*FORMATS, "none"):
         raise ValueError(f"param_compression must be one of {[*FORMATS, 'none']}, got {value!r}")
     if value != "none" and not stage and grad_compression not in FORMATS:
@@ -130,14 +128,12 @@ def check_taken(name: str, args: OptimArgs, taken: dict[str, Any], source: str) 
 
 
 def _of_messages() -> dict[str, Option]:
-    """The options that go with ``grad_compression``."""
     described = {name: _SHARED[name] for name in ("topology", "node_bits")}  # others refer to these
     known = text_options(ZeroOptimizer) | text_options(GradientCompression) | described
     return {option.name: known[option.name] for option in fields(MessageOptions)}
 
 
 def _of_zero() -> dict[str, Option]:
-    """The options that go with ``zero_stage``."""
     return {key: option for key, option in text_options(ZeroOptimizer).items() if key != "stage"}
 
 
@@ -401,12 +397,10 @@ class CompressOptPlugin:
         return "none" if self.partitions else self.grad_compression
 
     def common_options(self) -> dict[str, Any]:
-        """The fields that a compressed optimizer takes as they are."""
         unset = {name for name in ("state", "bucket_cap_mb") if getattr(self, name) is None}
         return {name: getattr(self, name) for name in _COMMON if name not in unset}
 
     def zero_options(self) -> dict[str, Any]:
-        """The fields that ZeroOptimizer takes as they are."""
         return {name: getattr(self, name) for name in _ZERO}
 
     def options_from_env(self) -> dict[str, Any]:

@@ -118,7 +118,6 @@ def most_tokens(config: PretrainedConfig) -> int | None:
 
 
 def check_tokens(config: PretrainedConfig, tokens: int) -> None:
-    """Check that the model takes examples of so many tokens."""
     most = most_tokens(config)
     if most is not None and tokens > most:
         raise ValueError(f"--tokens must be at most {most}, the positions of this model, got {tokens}")
@@ -212,7 +211,6 @@ def _kept_bytes(model: nn.Module, ids: Tensor) -> int:
 def _time(
     backward: Callable[[], object], optimizer: torch.optim.Optimizer, device: torch.device
 ) -> tuple[float, float]:
-    """Return the median seconds of a step, and of its update."""
     rows: list[tuple[float, float]] = []
     began = time.perf_counter()
     while True:
