@@ -9,16 +9,8 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, ZeroOneAdam, attach
+from tests.support import trainer_runs as hosts
 from tests.support.harness import on_ranks, run_ranks, run_ranks_expecting_error
-from tests.support.trainer_runs import (
-    equal_params,
-    loss_of,
-    network,
-    params_of,
-    same_on_all_ranks,
-    take_steps,
-    use_accelerate,
-)
 
 STEPS, FREEZE = 8, 3
 
@@ -27,20 +19,17 @@ def make(how: str) -> tuple[Any, Any, Any, Any]:
     """accelerator, model, optimizer, scheduler, prepared; `how` says by which of the three ways."""
     from accelerate import Accelerator
 
-    model = network()
+    model, options = hosts.network(), {"cpu": True, "step_scheduler_with_optimizer": False}
     if how == "zero_one_adam":
-        accelerator: Any = CompressOptAccelerator(cpu=True, step_scheduler_with_optimizer=False)
+        accelerator: Any = CompressOptAccelerator(**options)
         intervals = {"var_freeze_step": 3, "local_step_scaler": 1, "local_step_clipper": 4}
         optimizer: Any = ZeroOneAdam(model.parameters(), lr=1e-2, weight_decay=0.1, scale_block=64, **intervals)
     elif how in ("plugin", "async"):
         plugin = CompressOptPlugin(freeze_step=FREEZE, scale_block=64, async_save=how == "async")
-        accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin, step_scheduler_with_optimizer=False)
+        accelerator = CompressOptAccelerator(compressopt_plugin=plugin, **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     else:
-        if how == "class":
-            accelerator = CompressOptAccelerator(cpu=True, step_scheduler_with_optimizer=False)
-        else:
-            accelerator = attach(Accelerator(cpu=True, step_scheduler_with_optimizer=False))
+        accelerator = CompressOptAccelerator(**options) if how == "class" else attach(Accelerator(**options))
         optimizer = OnebitAdam(model.parameters(), lr=1e-2, weight_decay=0.1, freeze_step=FREEZE, scale_block=64)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     if how == "attach":  # the order must not matter, nor whether all are given at once
@@ -60,7 +49,7 @@ def loop(
     steps: int = STEPS,
 ) -> dict[str, Any]:
     """Train with clipping, accumulation and a log; save and load in between."""
-    use_accelerate(rank, world_size)
+    hosts.use_accelerate(rank, world_size)
     accelerator, model, optimizer, scheduler = make(how)
     if resume_at:
         accelerator.load_state(f"{directory}/{resume_at}")
@@ -69,21 +58,21 @@ def loop(
     for step in range(resume_at, steps):
         for number in range(accelerator.gradient_accumulation_steps):
             with accelerator.accumulate(model):
-                loss = loss_of(model, rank, 10 * step + number)
+                loss = hosts.loss_of(model, rank, 10 * step + number)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
                 optimizer.step()
                 scheduler.step() if accelerator.sync_gradients else None
                 optimizer.zero_grad()
-        alike.append(same_on_all_ranks(model.parameters()))
+        alike.append(hosts.same_on_all_ranks(model.parameters()))
         accelerator.log({"loss": loss.item()}, step=step)
         if save_at == step + 1:
             accelerator.save_state(f"{directory}/{save_at}")
             accelerator.wait_for_everyone()
     inner = optimizer.optimizer
     return {
-        "params": params_of(accelerator, model),
+        "params": hosts.params_of(accelerator, model),
         "alike": alike,
         "norms": norms,
         "logged": logged,
@@ -114,7 +103,7 @@ def test_three_ways_in_give_the_same_bits(world_size: int) -> None:
         assert result[0]["lr"] == pytest.approx(1e-2 / (1 + STEPS))
         for rank in result:
             assert rank["alike"] == [True] * STEPS and rank["norms"] == result[0]["norms"]
-            assert equal_params(rank["params"], results["class"][0]["params"])
+            assert hosts.equal_params(rank["params"], results["class"][0]["params"])
         stages = [row["compressopt/stage"] for row in result[0]["logged"]]
         assert stages == [0.0] * FREEZE + [1.0] * (STEPS - FREEZE)
         assert all("loss" in row for row in result[0]["logged"])
@@ -134,7 +123,7 @@ def test_load_state_resumes_the_uninterrupted_run(how: str, step: int, tmp_path:
     assert whole[0]["alike"] == ([True] * 4 + [False] * 3 + [True] if how == "zero_one_adam" else [True] * STEPS)
     resumed = run_ranks(2, loop, how, str(tmp_path), 0, step)
     for before, after in zip(whole, resumed, strict=True):
-        assert equal_params(before["params"], after["params"])
+        assert hosts.equal_params(before["params"], after["params"])
         assert before["norms"][step:] == after["norms"] and before["lr"] == after["lr"]
     folder = tmp_path / str(step)
     assert (folder / "compressopt.index.json").is_file() and len(list(folder.glob("compressopt-*.safetensors"))) == 2
@@ -146,8 +135,8 @@ def test_load_state_resumes_the_uninterrupted_run(how: str, step: int, tmp_path:
 def test_a_second_optimizer_of_another_kind_on_the_same_model_is_refused(
     rank: int, world_size: int, order: str
 ) -> None:
-    use_accelerate(rank, world_size)
-    model = network()
+    hosts.use_accelerate(rank, world_size)
+    model = hosts.network()
     onebit = OnebitAdam(list(model[0].parameters()), freeze_step=2)
     other = torch.optim.SGD(list(model[2].parameters()), lr=0.1)
     accelerator = CompressOptAccelerator(cpu=True)
@@ -162,14 +151,14 @@ def test_a_second_optimizer_of_another_kind_on_the_same_model_is_refused(
 
 @on_ranks(2)
 def test_a_model_goes_on_with_another_optimizer_and_averaged_gradients(rank: int, world_size: int) -> None:
-    use_accelerate(rank, world_size)
-    accelerator, inner = CompressOptAccelerator(cpu=True), network()
+    hosts.use_accelerate(rank, world_size)
+    accelerator, inner = CompressOptAccelerator(cpu=True), hosts.network()
     model, optimizer = accelerator.prepare(inner, OnebitAdam(inner.parameters(), lr=1e-2, freeze_step=2))
-    take_steps(accelerator, model, optimizer, rank, range(4))
+    hosts.take_steps(accelerator, model, optimizer, rank, range(4))
     accelerator.free_memory()
     optimizer = accelerator.prepare(torch.optim.AdamW(inner.parameters(), lr=1e-2))
-    take_steps(accelerator, model, optimizer, rank, range(4, 8))
-    assert same_on_all_ranks(inner.parameters())
+    hosts.take_steps(accelerator, model, optimizer, rank, range(4, 8))
+    assert hosts.same_on_all_ranks(inner.parameters())
 
 
 def test_a_stub_without_its_shards_is_refused(tmp_path: Path) -> None:
@@ -189,12 +178,12 @@ def test_two_models_with_an_optimizer_each_train_clip_and_resume(tmp_path: Path)
 
 
 def two_models(rank: int, world_size: int, directory: str, resume_at: int) -> dict[str, Any]:
-    use_accelerate(rank, world_size)
+    hosts.use_accelerate(rank, world_size)
     from accelerate.utils import ProjectConfiguration
 
     project = ProjectConfiguration(project_dir=directory, automatic_checkpoint_naming=True, total_limit=1)
     accelerator = CompressOptAccelerator(cpu=True, project_config=project)
-    models = [network(), network(), network()]
+    models = [hosts.network(), hosts.network(), hosts.network()]
     optimizers: list[Any] = [
         OnebitAdam(models[0].parameters(), lr=1e-2, freeze_step=2),
         OnebitAdam(models[1].parameters(), lr=1e-2, freeze_step=3, scale_block=None),
@@ -206,7 +195,7 @@ def two_models(rank: int, world_size: int, directory: str, resume_at: int) -> di
     if resume_at:
         accelerator.load_state()
     for step in range(resume_at, 8):
-        accelerator.backward(sum(loss_of(model, rank, step) for model in models))
+        accelerator.backward(sum(hosts.loss_of(model, rank, step) for model in models))
         norms.append(float(accelerator.clip_grad_norm_(params, 0.3)))
         for optimizer in optimizers:
             optimizer.step()
@@ -214,7 +203,7 @@ def two_models(rank: int, world_size: int, directory: str, resume_at: int) -> di
         if not resume_at and step in (2, 3):
             accelerator.save_state()
             accelerator.wait_for_everyone()
-    assert same_on_all_ranks(params)
+    assert hosts.same_on_all_ranks(params)
     return {"params": [p.detach().clone() for p in params], "norms": norms}
 
 
@@ -223,10 +212,10 @@ def two_models(rank: int, world_size: int, directory: str, resume_at: int) -> di
 def test_a_comm_hook_of_the_users_own_is_refused_on_all(rank: int, world_size: int, way: str) -> None:
     from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
-    use_accelerate(rank, world_size)
+    hosts.use_accelerate(rank, world_size)
     own = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     accelerator = CompressOptAccelerator(cpu=True, kwargs_handlers=[own] if way == "accelerate" else [])
-    model = network()
+    model = hosts.network()
     optimizer = OnebitAdam(model.parameters(), freeze_step=2)
     with pytest.raises(ValueError, match="comm_hook"):
         prepared = accelerator.prepare(model)
@@ -241,12 +230,12 @@ def test_with_a_foreign_optimizer_it_is_accelerates_own(rank: int, world_size: i
 
     found = []
     for attached in (False, True):
-        use_accelerate(rank, world_size)
+        hosts.use_accelerate(rank, world_size)
         accelerator: Any = Accelerator(cpu=True)
         if attached:
             attach(accelerator)
-        model = network()
+        model = hosts.network()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        take_steps(accelerator, model, optimizer, rank, range(4), clip=1.0)
-        found.append(params_of(accelerator, model))
-    assert equal_params(*found)
+        hosts.take_steps(accelerator, model, optimizer, rank, range(4), clip=1.0)
+        found.append(hosts.params_of(accelerator, model))
+    assert hosts.equal_params(*found)

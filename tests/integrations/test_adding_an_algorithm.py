@@ -32,16 +32,9 @@ def test_the_file_is_short() -> None:
 
 
 def test_a_new_algorithm_trains_saves_and_resumes_in_trainer(tmp_path: Path) -> None:
-    arguments = {
-        "optim": "sign_momentum",
-        "optim_args": f"freeze_step={FREEZE},scale_block=256,bucket_cap_mb=0.02,clip=local",
-        "max_steps": STEPS,
-        "learning_rate": 5e-3,
-        "save_strategy": "steps",
-        "save_steps": 20,
-        "per_device_train_batch_size": 2,
-        "output_dir": str(tmp_path),
-    }
+    options = f"freeze_step={FREEZE},scale_block=256,bucket_cap_mb=0.02,clip=local"
+    arguments = {"optim": "sign_momentum", "optim_args": options, "max_steps": STEPS, "learning_rate": 5e-3}
+    arguments |= {"save_strategy": "steps", "save_steps": 20, "output_dir": str(tmp_path)}
     whole = run_ranks(2, train, Run(arguments), timeout=120)
     for result in whole:
         assert result["optimizer"] == "SignMomentum" and result["alike"] == [True] * STEPS

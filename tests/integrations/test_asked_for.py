@@ -15,19 +15,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import hf_compressopt
 from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, ZeroOptimizer, attach, register
 from hf_compressopt.integrations.models import why_not_loaded_in_shards
-from tests.support.harness import on_ranks, run_ranks
+from tests.support import trainer_runs as hosts
+from tests.support.harness import on_ranks, run_ranks, run_ranks_expecting_error
 from tests.support.logs import log_lines
-from tests.support.trainer_runs import (
-    OLD_HOST,
-    Run,
-    make_trainer,
-    network,
-    small_model,
-    tokens,
-    train,
-    trainer_arguments,
-    use_accelerate,
-)
 
 
 @pytest.mark.parametrize(
@@ -54,47 +44,16 @@ def test_trainer_follows_the_environment_or_says_why_not(
         for name, value in variables.items():
             patch.setenv(name, value)
         try:
-            run = Run({"max_steps": 2, "output_dir": str(tmp_path), "optim": optim})
-            assert said in train(rank, world_size, run)["optimizer"]
+            run = hosts.Run({"max_steps": 2, "output_dir": str(tmp_path), "optim": optim})
+            assert said in hosts.train(rank, world_size, run)["optimizer"]
         except ValueError as error:
             assert said in str(error)
 
 
-def own_optimizer(rank: int, world_size: int, directory: str, how: str) -> dict[str, Any]:
-    """A Trainer that makes its optimizer in a way of its own, under ``--optim onebit_adam``."""
-    arguments = {"output_dir": directory, "optim": "onebit_adam" if how == "adamw" else "adamw_torch", "max_steps": 15}
-    trainer = make_trainer(rank, world_size, Run({**arguments, "learning_rate": 1e-3}))
-
-    def create_optimizer(model: Any = None) -> Any:
-        groups = [
-            {"params": [p for p in trainer.model.parameters() if (p.ndim == 1) == flat]} for flat in (True, False)
-        ]
-        if how == "adamw":
-            trainer.optimizer = torch.optim.AdamW(groups, lr=1e-3)
-        else:
-            trainer.optimizer = OnebitAdam(groups, lr=1e-3, warmup_bits=32)
-        return trainer.optimizer
-
-    if how == "layers":
-        trainer.get_optimizer_cls_and_kwargs = lambda *_: (OnebitAdam, {"lr": 1e-3, "warmup_bits": 32})
-    else:
-        trainer.create_optimizer = create_optimizer
-    try:
-        trainer.train()
-    except ValueError as error:
-        return {"error": str(error)}
-    return {"error": "", "metrics": trainer.optimizer.optimizer.metrics()}
-
-
 def test_an_ordinary_optimizer_of_the_users_in_the_place_of_a_compressed_one_is_refused(tmp_path: Path) -> None:
-    for found in run_ranks(2, own_optimizer, str(tmp_path), "adamw"):
-        assert "--optim onebit_adam was asked for, but AdamW trains the model" in found["error"]
-
-
-@pytest.mark.parametrize("how", ["create_optimizer", "layers"])
-def test_the_schedule_of_every_compressed_optimizer_is_fitted_to_the_run(how: str, tmp_path: Path) -> None:
-    for found in run_ranks(2, own_optimizer, str(tmp_path), how):
-        assert found["error"] == "" and found["metrics"]["stage"] == 1.0  # 20 % of 15 steps are the warmup
+    run = hosts.Run({"output_dir": str(tmp_path), "optim": "onebit_adam"}, optimizer="adamw")
+    for error in run_ranks_expecting_error(2, hosts.train, run).values():
+        assert "--optim onebit_adam was asked for, but AdamW trains the model" in error
 
 
 @pytest.mark.parametrize(
@@ -109,7 +68,7 @@ def test_the_schedule_of_every_compressed_optimizer_is_fitted_to_the_run(how: st
 def test_accelerate_trains_nothing_uncompressed_that_was_to_be_compressed(
     rank: int, world_size: int, how: str, said: str
 ) -> None:
-    use_accelerate(rank, world_size)
+    hosts.use_accelerate(rank, world_size)
 
     plugin = CompressOptPlugin(optimizer="onebit_adam") if how == "left alone" else None
     accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin)
@@ -121,7 +80,7 @@ def test_accelerate_trains_nothing_uncompressed_that_was_to_be_compressed(
         accelerator.backward(model(torch.ones(2, 4)).sum())
 
 
-@pytest.mark.skipif(OLD_HOST, reason="this transformers has no DistributedConfig")
+@pytest.mark.skipif(hosts.OLD_HOST, reason="this transformers has no DistributedConfig")
 @pytest.mark.parametrize("cut", ["tp_size", "pp_size", "ep_size"])
 def test_tensor_pipeline_and_expert_parallelism_are_refused_by_name(cut: str) -> None:
     from transformers.distributed import DistributedConfig  # Accelerate refuses to run it on CPUs
@@ -133,7 +92,7 @@ def test_tensor_pipeline_and_expert_parallelism_are_refused_by_name(cut: str) ->
 
 def registered_late(rank: int, world_size: int, directory: str, options: str | None, first: str) -> dict[str, Any]:
     """Register after a Trainer was made, as a notebook does: the classes are given back their methods first."""
-    use_accelerate(rank, world_size)
+    hosts.use_accelerate(rank, world_size)
     from transformers import Trainer
 
     class Stock(Trainer):
@@ -144,8 +103,8 @@ def registered_late(rank: int, world_size: int, directory: str, options: str | N
             getattr(method, "__wrapped__", method)(self)
 
     saving = {"save_strategy": "steps", "save_steps": 3}
-    args = trainer_arguments(output_dir=directory, max_steps=3, optim="adamw_torch", optim_args=options, **saving)
-    trainer = Stock(model=small_model(), args=args, train_dataset=tokens(), eval_dataset=tokens(8))
+    args = hosts.trainer_arguments(output_dir=directory, max_steps=3, optim="adamw_torch", optim_args=options, **saving)
+    trainer = Stock(model=hosts.small_model(), args=args, train_dataset=hosts.tokens(), eval_dataset=hosts.tokens(8))
     hf_compressopt.register()
     if first == "evaluate":
         trainer.evaluate()
@@ -167,7 +126,7 @@ def test_a_trainer_that_is_older_than_the_registration_trains(first: str, option
 def first_lines(rank: int, world_size: int, directory: str, arguments: dict[str, Any], fails: int) -> list[str]:
     """The log of a run whose first steps fail for want of memory, after their backward pass."""
     with log_lines() as lines:
-        trainer = make_trainer(rank, world_size, Run({**arguments, "output_dir": directory}))
+        trainer = hosts.make_trainer(rank, world_size, hosts.Run({**arguments, "output_dir": directory}))
         step, sizes = trainer.training_step, set()
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -229,8 +188,8 @@ def test_accelerate_refuses_by_name(rank: int, world_size: int, kind: str) -> No
     if kind == "DEEPSPEED":
         rows["dummy"] = (lambda: ours(CompressOptPlugin()), DummyOptim)
     for accelerator_of, optimizer_of in rows.values():
-        use_accelerate(rank, world_size)
-        accelerator, model = accelerator_of(), network()
+        hosts.use_accelerate(rank, world_size)
+        accelerator, model = accelerator_of(), hosts.network()
         optimizer = optimizer_of(model.parameters())
         accelerator.state.distributed_type = DistributedType[kind]
         try:
@@ -247,8 +206,8 @@ def test_trainer_refuses_by_name(rank: int, world_size: int, kind: str, tmp_path
 
     for optim in ("onebit_adam", "zero2_adamw", "instance", "adamw_torch"):
         arguments = {"optim": "adamw_torch" if optim == "instance" else optim, "output_dir": str(tmp_path)}
-        run = Run(arguments, optimizer="instance" if optim == "instance" else None)
-        trainer = make_trainer(rank, world_size, run)
+        run = hosts.Run(arguments, optimizer="instance" if optim == "instance" else None)
+        trainer = hosts.make_trainer(rank, world_size, run)
         trainer.accelerator.state.distributed_type = DistributedType[kind]
         refused = pytest.raises(ValueError, match=f"(?s)(?=.*{kind}).*{INSTEAD[kind]}")
         try:
@@ -261,7 +220,7 @@ def test_trainer_refuses_by_name(rank: int, world_size: int, kind: str, tmp_path
 @pytest.mark.parametrize("version", [1, 2])
 @on_ranks(2)
 def test_plain_fsdp_is_refused_at_construction(rank: int, world_size: int, version: int) -> None:
-    model: nn.Module = network()
+    model: nn.Module = hosts.network()
     if version == 2:
         fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     else:

@@ -96,14 +96,8 @@ def best_on_a_slow_disk(rank: int, world_size: int, arguments: dict[str, Any]) -
 @pytest.mark.parametrize("async_save", [pytest.param("false", marks=pytest.mark.full), "true"])
 def test_all_ranks_know_the_best_checkpoint(async_save: str, tmp_path: Path) -> None:
     """Each rank finds the best checkpoint by its folder, before all ranks load it behind a barrier."""
-    arguments = {
-        **SAVING,
-        "optim": "onebit_adam",
-        "optim_args": f"{OPTIONS['onebit_adam']},async_save={async_save}",
-        "output_dir": str(tmp_path),
-        "max_steps": 4,
-        "load_best_model_at_end": True,
-    }
+    optim = {"optim": "onebit_adam", "optim_args": f"{OPTIONS['onebit_adam']},async_save={async_save}"}
+    arguments = {**SAVING, **optim, "output_dir": str(tmp_path), "max_steps": 4, "load_best_model_at_end": True}
     best = run_ranks(2, best_on_a_slow_disk, arguments, timeout=120)
     assert best[0] == best[1] == str(tmp_path / "checkpoint-4")
 
@@ -117,12 +111,8 @@ def resume(rank: int, world_size: int, run: Run) -> dict[str, torch.Tensor]:
 
 @pytest.mark.invariant(21)
 def test_a_run_resumes_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
-    arguments = {
-        **SAVING,
-        "optim": "onebit_adam",
-        "optim_args": OPTIONS["onebit_adam"] + ",async_save=true",
-        "output_dir": str(tmp_path),
-    }
+    optim = {"optim": "onebit_adam", "optim_args": OPTIONS["onebit_adam"] + ",async_save=true"}
+    arguments = {**SAVING, **optim, "output_dir": str(tmp_path)}
     whole = run_ranks(2, watch, Run(arguments), timeout=120)[0]
     assert all(map(is_whole, tmp_path.glob("checkpoint-*"))) and len(list(tmp_path.glob("checkpoint-*"))) == 4
     for step in (6, 8):  # as a kill in the middle of their writing leaves them
@@ -158,14 +148,8 @@ def push(rank: int, world_size: int, arguments: dict[str, Any], strategy: str) -
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "every_save"])
 def test_a_checkpoint_is_uploaded_when_it_is_whole(strategy: str, tmp_path: Path) -> None:
-    arguments = {
-        "optim": "onebit_adam",
-        "optim_args": "freeze_step=2,async_save=true",
-        "output_dir": str(tmp_path),
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 2,
-    }
+    optim = {"optim": "onebit_adam", "optim_args": "freeze_step=2,async_save=true"}
+    arguments = {**optim, "output_dir": str(tmp_path), "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     uploaded = run_ranks(2, push, arguments, strategy, timeout=120)[0]
     checkpoints = [entry for entry in uploaded if entry[0].startswith("checkpoint-")]
     assert checkpoints == ([("checkpoint-2", True), ("checkpoint-4", True)] if strategy == "checkpoint" else [])

@@ -1,28 +1,32 @@
-"""The ways in that need no edit: `-m hf_compressopt.run` under torchrun and accelerate launch."""
+"""The ways in: `-m hf_compressopt.run`, the registration with stock hosts, and functions for plain DDP and loops."""
 
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from hf_compressopt import GradientCompression, OnebitAdam, attach_ddp, average_gradients
+from tests.support.harness import on_ranks, same_on_all_ranks
 from tests.support.launching import accelerate_launch, run, run_python, torchrun
+from tests.support.trainer_runs import loss_of, network
 
-SCRIPT = str(Path(__file__).parents[1] / "support" / "programs" / "plain_trainer_script.py")
+PROGRAMS = Path(__file__).parents[1] / "support" / "programs"
+SCRIPT, ACCELERATE_SCRIPT, STOCK_HOSTS = (
+    str(PROGRAMS / f"{name}.py") for name in ("plain_trainer_script", "plain_accelerate_script", "stock_hosts")
+)
 
 
 def arguments(directory: Path) -> list[str]:
-    given = {
-        "output_dir": directory,
-        "optim": "onebit_adam",
-        "optim_args": "freeze_step=2,scale_block=64",
-        "max_steps": 5,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 2,
-        "save_strategy": "no",
-        "report_to": "none",
-    }
+    given = {"output_dir": directory, "optim": "onebit_adam", "optim_args": "freeze_step=2,scale_block=64"}
+    given |= {"max_steps": 5, "logging_steps": 1, "per_device_train_batch_size": 2}
+    given |= {"save_strategy": "no", "report_to": "none"}
     return ["--use_cpu", *(word for name, value in given.items() for word in (f"--{name}", str(value)))]
 
 
@@ -108,12 +112,15 @@ def test_help_ends_all_ranks_before_the_script_starts(tmp_path: Path) -> None:
     assert not done.stderr and done.stdout.count("  warmup_bits=4 ") == 1
 
 
-def test_importing_the_package_is_cheap() -> None:
-    code = "import sys, hf_compressopt; print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
-    assert run([sys.executable, "-c", code]).stdout.strip() == "[]"
-
-
-ACCELERATE_SCRIPT = str(Path(SCRIPT).with_name("plain_accelerate_script.py"))
+def test_neither_the_package_nor_an_optimizer_loads_what_it_does_not_need() -> None:
+    code = """
+import sys, hf_compressopt
+print([name for name in ("torch", "transformers", "accelerate") if name in sys.modules])
+import torch
+hf_compressopt.OnebitAdam([torch.zeros(3, requires_grad=True)])
+print([name for name in ("transformers", "accelerate") if name in sys.modules])
+"""
+    assert run([sys.executable, "-c", code]).stdout.split() == ["[]", "[]"]
 
 
 @pytest.mark.parametrize(
@@ -153,3 +160,80 @@ def test_a_trainer_script_follows_the_same_variables(tmp_path: Path) -> None:
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert [row["compressopt/stage"] for row in history if "loss" in row] == [0.0, 0.0, 1.0, 1.0, 1.0]
     assert "freeze_step=2" in done.stderr and "scale_block=64" in done.stderr
+
+
+# -- stock hosts, plain DDP and plain loops ---------------------------------------------------------------------------
+
+STEPS, FREEZE = 6, 2
+
+
+@pytest.mark.parametrize("words", [[], ["unregistered"]])
+@pytest.mark.parametrize("host", ["trainer", "accelerator"])
+def test_a_stock_host_leaves_gradients_local_after_the_registration_alone(host: str, words: list[str]) -> None:
+    """Construction changes no host; the optimizer says that it has no hook."""
+    done = run_python([STOCK_HOSTS, host, *words], ranks=2)
+    local = [False] * 4 if words else [False, False, True, True]
+    for rank in (0, 1):
+        assert f"rank {rank}: {local}" in done.stdout, done.stdout + done.stderr
+    assert done.stderr.count("is not in use") == len(words)
+    assert not words or "hf_compressopt.register()" in done.stderr
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_ddp_with_the_hook_and_a_plain_loop_leave_gradients_local(rank: int, world_size: int) -> None:
+    found = []
+    for how in ("hook", "loop"):
+        inner = network()
+        optimizer = OnebitAdam(inner.parameters(), lr=1e-2, freeze_step=FREEZE, scale_block=64)
+        model: Any = inner if how == "loop" else DistributedDataParallel(inner)
+        if how == "hook":
+            attach_ddp(model, OnebitAdam(inner.parameters(), freeze_step=1))  # one that is given up again
+            assert attach_ddp(model, optimizer).optimizers == (optimizer,)
+        for step in range(STEPS):
+            loss_of(model, rank, step).backward()
+            if how == "loop":
+                average_gradients(optimizer)
+            assert same_on_all_ranks([inner[0].weight.grad]) == (step < FREEZE or world_size == 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same_on_all_ranks(inner.parameters())
+        found.append([p.detach() for p in inner.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)  # DDP's buckets are others, and so are its sums
+
+
+@on_ranks(2)
+def test_average_gradients_takes_missing_gradients_for_zero(rank: int, world_size: int) -> None:
+    params = [nn.Parameter(torch.full((3,), float(i))) for i in range(4)]
+    params[3].requires_grad_(False)
+    for index in [0] if rank else [0, 1]:  # rank 0 alone has a gradient of the second; nobody has one of the third
+        params[index].grad = torch.full((3,), 1.0 + rank + index)
+    average_gradients(iter(params))
+    assert [None if p.grad is None else p.grad.tolist() for p in params] == [[1.5] * 3, [1.0] * 3, None, None]
+    half = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+    half.grad = torch.full((5,), float(rank), dtype=torch.bfloat16)
+    average_gradients([params[0], half])
+    assert half.grad.float().tolist() == [0.5] * 5
+    expert = nn.Parameter(torch.zeros(2))
+    group = dist.new_group([0, 1])
+    optimizer = OnebitAdam([{"params": [params[1]]}, {"params": [expert], "process_group": group}])
+    expert.grad = torch.full((2,), float(rank))
+    average_gradients(optimizer)
+    assert expert.grad.tolist() == [float(rank)] * 2
+
+
+@on_ranks(2)
+def test_misuse_is_refused_on_all_ranks(rank: int, world_size: int) -> None:
+    model, table = network(), nn.Embedding(3, 2, sparse=rank == 1)
+    table(torch.tensor([1])).sum().backward()
+    adam, sgd = OnebitAdam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    refused: list[tuple[Any, type[Exception], str]] = [
+        (lambda: attach_ddp(model, adam), TypeError, "model must be a DistributedDataParallel"),
+        (lambda: attach_ddp(DistributedDataParallel(model), sgd), TypeError, "optimizers must be compressed"),
+        (lambda: average_gradients(adam, dist.group.WORLD), ValueError, "process_group belongs to parameters"),
+        (lambda: average_gradients(table.parameters()), TypeError, "sparse gradients are not supported"),
+        (GradientCompression(table.parameters()).average_gradients, TypeError, "sparse gradients are not supported"),
+    ]
+    for call, kind, said in refused:
+        with pytest.raises(kind, match=f"^{said}"):
+            call()

@@ -11,47 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from hf_compressopt import CompressOptAccelerator, FusedAdam
-from tests.support.harness import on_ranks, run_ranks
-from tests.support.trainer_runs import (
-    Run,
-    batch,
-    equal_params,
-    losses,
-    network,
-    params_of,
-    same_on_all_ranks,
-    take_steps,
-    train_all,
-    use_accelerate,
-)
-
-# The gradient of an attention's key bias is nothing but rounding, which Adam would blow up to steps of full size.
-EPSILON = {"adam_epsilon": 1e-5}
-
-# Older Trainers have torch load every optimizer's tensors to "cpu:0" where CPU ranks are several, which it refuses.
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "accumulation_and_clipping": ({"gradient_accumulation_steps": 3, "max_grad_norm": 0.3}, {}),
-    "scaler": ({"max_grad_norm": 0.0}, {"scaler": True, "overflow": (1, 2)}),
-}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_trainer_has_the_numbers_of_adamw_torch(name: str, tmp_path: Path) -> None:
-    arguments, extra = VARIANTS[name]
-    here = {**arguments, **EPSILON, "output_dir": str(tmp_path), "max_steps": 6}
-    runs = [Run({**here, "optim": optim}, **extra) for optim in ("adamw_torch", "fused_adam")]
-    plain, fused = run_ranks(2, train_all, *runs, timeout=240)[0]
-    assert plain["optimizer"] == "AdamW" and fused["optimizer"] == "FusedAdam"
-    assert all(fused["alike"]) and fused["model_class"] == "DistributedDataParallel"
-    for parameter, value in plain["params"].items():
-        torch.testing.assert_close(fused["params"][parameter], value, rtol=0, atol=1e-6)
-    assert losses(plain) == pytest.approx(losses(fused), abs=1e-6) and len(losses(plain)) == 6
-    rates = [[row["lr"] for row in result["rows"]] for result in (plain, fused)]
-    assert rates[0] == rates[1], "the scheduler waits at a skipped step, with either"
-    if name == "scaler":
-        assert [row["skipped"] for row in fused["rows"]] == [False, False, True, False, False, False]
-        assert fused["rows"][2]["norm"] == fused["rows"][1]["norm"]
-
+from tests.support import trainer_runs as hosts
+from tests.support.harness import on_ranks
 
 MAX_NORM = 0.05
 
@@ -73,13 +34,13 @@ def test_fully_sharded_model(
     """On DTensors, which torch's fused operator takes where they are float32; the norm is taken over all ranks."""
     found = []
     for cls in (torch.optim.AdamW, FusedAdam):
-        model = network().to(dtype)
+        model = hosts.network().to(dtype)
         fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :]))
         options: dict[str, Any] = {"eps": 1e-2} if clips else {}
         options |= {"max_grad_norm": MAX_NORM} if clips and cls is FusedAdam else {}
         optimizer: Any = cls(model.parameters(), lr=1e-2, weight_decay=0.1, **options)
         for step in range(4):
-            model(batch(rank, step)[0].to(dtype)).square().mean().backward()
+            model(hosts.batch(rank, step)[0].to(dtype)).square().mean().backward()
             if clips and cls is torch.optim.AdamW:
                 assert float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)) > MAX_NORM
             optimizer.step()
@@ -98,22 +59,22 @@ def test_accelerate(rank: int, world_size: int, ours: bool, tmp_path: Path) -> N
 
     found = []
     for cls in (torch.optim.AdamW, FusedAdam):
-        use_accelerate(rank, world_size)
+        hosts.use_accelerate(rank, world_size)
         accelerator = (CompressOptAccelerator if ours else Accelerator)(cpu=True, step_scheduler_with_optimizer=False)
-        model: Any = network()
+        model: Any = hosts.network()
         optimizer: Any = cls(model.parameters(), lr=1e-2, weight_decay=0.1)
         scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         directory, ends = str(tmp_path / cls.__name__), []
-        take_steps(accelerator, model, optimizer, rank, range(3), scheduler=scheduler, clip=0.5)
+        hosts.take_steps(accelerator, model, optimizer, rank, range(3), scheduler=scheduler, clip=0.5)
         accelerator.save_state(directory)
         for again in (False, True):
             if again:
                 accelerator.load_state(directory)
-            take_steps(accelerator, model, optimizer, rank, range(3, 6), scheduler=scheduler, clip=0.5)
-            assert same_on_all_ranks(model.parameters())
-            ends.append(params_of(accelerator, model))
-        assert equal_params(*ends)
+            hosts.take_steps(accelerator, model, optimizer, rank, range(3, 6), scheduler=scheduler, clip=0.5)
+            assert hosts.same_on_all_ranks(model.parameters())
+            ends.append(hosts.params_of(accelerator, model))
+        assert hosts.equal_params(*ends)
         found.append(ends[0])
     torch.testing.assert_close(*found, rtol=0, atol=1e-6)
 
@@ -121,7 +82,7 @@ def test_accelerate(rank: int, world_size: int, ours: bool, tmp_path: Path) -> N
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2)
 def test_shards_of_fsdp1_are_refused(rank: int, world_size: int, use_orig_params: bool) -> None:
-    model = FullyShardedDataParallel(network(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(hosts.network(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     optimizer = FusedAdam(model.parameters(), lr=1e-2, max_grad_norm=MAX_NORM)
     for p in model.parameters():
         p.grad = torch.ones_like(p)

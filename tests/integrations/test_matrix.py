@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.integrations.test_fsdp_hosts import as_on_gpus
-from tests.support.harness import run_ranks
+from hf_compressopt import CompressOptPlugin, OnebitAdam, attach
+from tests.support import trainer_runs as hosts
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.launching import REPO_ROOT
 from tests.support.logs import log_lines
-from tests.support.trainer_runs import OLD_HOST, small_llama, tokens, trainer_arguments, use_accelerate
+from tests.support.spreading import short
+
+pytestmark = pytest.mark.skipif(hosts.OLD_HOST, reason="these hosts have no ParallelismConfig and no DistributedConfig")
 
 RANKS, STEPS = 4, 3
 #: The rows of docs/choosing.md: replicas of a model that is cut into shards; 0 is DistributedDataParallel.
@@ -36,11 +39,6 @@ class Method(NamedTuple):
     plugin: dict[str, Any]
     ratio: float
 
-    @property
-    def options(self) -> str:
-        own = {name: value for name, value in self.plugin.items() if name not in ("optimizer", "zero_stage")}
-        return ",".join(f"{name}={value}" for name, value in own.items())
-
 
 BOTH_WAYS = {"grad_compression": "int4", "param_compression": "int4"}
 METHODS = {
@@ -54,7 +52,7 @@ ADAMW = {"lr": 1e-3, "weight_decay": 0.0}
 
 def cell(rank: int, world_size: int, setup: str, host: str, method: Method, folder: str) -> dict[str, Any]:
     """Train some steps: the ratio of bytes, the log, and this rank's parameters or shards; or the error."""
-    use_accelerate(rank, world_size)
+    hosts.use_accelerate(rank, world_size)
     import hf_compressopt
 
     hf_compressopt.register()
@@ -71,12 +69,12 @@ def cell(rank: int, world_size: int, setup: str, host: str, method: Method, fold
 def model_of(setup: str, folder: str) -> Any:
     """The model, which from_pretrained has cut if the set-up says so."""
     if not setup.startswith("`DistributedConfig`"):
-        return small_llama()
+        return hosts.small_llama()
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     if torch.distributed.get_rank() == 0:
-        small_llama().save_pretrained(folder)
+        hosts.small_llama().save_pretrained(folder)
     torch.distributed.barrier()
     config = DistributedConfig(fsdp_size=RANKS // SETUPS[setup], dp_replicate_size=SETUPS[setup])
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
@@ -86,23 +84,13 @@ def by_trainer(setup: str, method: Method, folder: str) -> tuple[float, Any]:
     from transformers import Trainer
 
     given = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "learning_rate": 1e-3, "max_steps": STEPS}
-    own = {"optim": method.optim, "optim_args": method.options, "train_sampling_strategy": "sequential"}
-    args, model = trainer_arguments(output_dir=folder, **given, **own), model_of(setup, folder)
+    options = [f"{key}={value}" for key, value in method.plugin.items() if key not in ("optimizer", "zero_stage")]
+    own = {"optim": method.optim, "optim_args": ",".join(options), "train_sampling_strategy": "sequential"}
+    args, model = hosts.trainer_arguments(output_dir=folder, **given, **own), model_of(setup, folder)
+    trainer = Trainer(model=model, args=args, train_dataset=hosts.tokens())
     if "FSDP2" in setup:
-        from accelerate import Accelerator
-
-        made = Accelerator.__init__
-
-        def made_on_gpus(self: Any, *args: Any, **kwargs: Any) -> None:
-            made(self, *args, **kwargs)
-            as_on_gpus(self, RANKS, SETUPS[setup])
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Accelerator, "__init__", made_on_gpus)
-            trainer = Trainer(model=model, args=args, train_dataset=tokens())
+        as_on_gpus(trainer.accelerator, RANKS, SETUPS[setup])
         trainer.is_fsdp_enabled = True
-    else:
-        trainer = Trainer(model=model, args=args, train_dataset=tokens())
     trainer.train()
     return float(trainer.state.log_history[-2]["compressopt/compression_ratio"]), model
 
@@ -169,7 +157,7 @@ def by_hand(setup: str, method: Method, folder: str) -> tuple[float, Any]:
 
 
 def batches() -> Any:
-    rank, rows = torch.distributed.get_rank(), tokens()
+    rank, rows = torch.distributed.get_rank(), hosts.tokens()
     for step in range(STEPS):
         mine = rows[8 * step + 2 * rank :][:2]
         yield {key: torch.stack([row[key] for row in mine]) for key in mine[0]}
@@ -182,15 +170,10 @@ def documented() -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-ROWS = [
-    pytest.param(setup, host, marks=() if (setup, host) in SHORT else pytest.mark.full)
-    for setup in SETUPS
-    for host in HOSTS
-]
+ROWS = [(setup, host) for setup in SETUPS for host in HOSTS]
 
 
-@pytest.mark.skipif(OLD_HOST, reason="this transformers has no DistributedConfig")
-@pytest.mark.parametrize(("setup", "host"), ROWS)
+@pytest.mark.parametrize(("setup", "host"), short(ROWS, SHORT))
 def test_every_cell_trains_compressed_or_is_refused_by_name(setup: str, host: str, tmp_path: Path) -> None:
     titles, row = documented()[""], documented()[setup]
     for name, method in METHODS.items():
@@ -205,7 +188,6 @@ def test_every_cell_trains_compressed_or_is_refused_by_name(setup: str, host: st
             assert any(line.startswith("attached") for line in ranks[0]["told"]), (name, ranks[0])
 
 
-@pytest.mark.skipif(OLD_HOST, reason="this transformers has no DistributedConfig")
 @pytest.mark.parametrize("replicas", [2, 1])
 def test_hosts_train_in_the_same_bits(replicas: int, tmp_path: Path) -> None:
     """FSDP2 by hand, by Accelerate, and by DistributedConfig in Trainer; without replicas compressed both ways."""
@@ -216,3 +198,116 @@ def test_hosts_train_in_the_same_bits(replicas: int, tmp_path: Path) -> None:
     assert not any(rank["error"] for ranks in found for rank in ranks), found
     bits = [[rank["bits"] for rank in ranks] for ranks in found]
     assert len(set(bits[0][:2])) == 2 and all(other == bits[0] for other in bits[1:])
+
+
+# -- grad_compression with FSDP2 through Accelerate and Trainer: 2 replicas of 2 shards, or 4 shards ------------------
+
+
+def as_on_gpus(accelerator: Any, world_size: int, replicas: int, version: int = 2) -> None:
+    """Give an accelerator the state that it has on GPUs: Accelerate itself offers FSDP on accelerators only."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import DistributedType
+
+    state, config = accelerator.state, ParallelismConfig(replicas, world_size // replicas)
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_ram_efficient_loading=False)
+    state.parallelism_config, state.device_mesh = config, config.get_device_mesh("cpu")
+
+
+def accelerator_of(rank: int, world_size: int, replicas: int, version: int = 2, **options: Any) -> Any:
+    hosts.use_accelerate(rank, world_size)
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    as_on_gpus(accelerator, world_size, replicas, version)
+    return attach(accelerator, CompressOptPlugin(**options))
+
+
+def train(rank: int, world_size: int, folder: str, resumed: bool, replicas: int) -> dict[str, Any]:
+    options = {} if replicas > 1 else {"param_compression": "int4"}
+    accelerator = accelerator_of(rank, world_size, replicas, grad_compression="int4", **options)
+    model = hosts.small_model(dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    rows = hosts.tokens()
+    if resumed:
+        accelerator.load_state(folder)
+    losses = []
+    for step in range(6 if resumed else 0, 12):
+        mine = rows[(8 * step + 2 * rank) % 88 :][:2]
+        batch = {key: torch.stack([row[key] for row in mine]) for key in mine[0]}
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        if step == 5 and not resumed:
+            accelerator.save_state(folder)
+    (state,) = accelerator._compressopt.models.compressions()
+    weights = torch.cat([p.detach().to_local().reshape(-1) for p in model.parameters()])
+    return {"weights": weights.numpy(), "losses": losses, "steps": state.steps, **state.metrics()}
+
+
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.full), 1])
+def test_accelerate_compresses_and_resumes(replicas: int, tmp_path: Path) -> None:
+    ranks = run_ranks(4, train, str(tmp_path), False, replicas, timeout=240)
+    for rank in (0, 1) if replicas > 1 else ():
+        assert ranks[rank]["weights"].tobytes() == ranks[rank + 2]["weights"].tobytes()
+    assert all(result["steps"] == 6 and result["compression_ratio"] > 7 for result in ranks)
+    assert ranks[0]["losses"][-1] < ranks[0]["losses"][0]
+    for result, again in zip(ranks, run_ranks(4, train, str(tmp_path), True, replicas, timeout=240), strict=True):
+        assert again["losses"] == result["losses"][6:]
+        assert again["weights"].tobytes() == result["weights"].tobytes()
+        assert again["steps"] == result["steps"]
+
+
+@on_ranks(4, timeout=120)
+def test_accelerate_refuses_by_name(rank: int, world_size: int) -> None:
+    int4 = {"grad_compression": "int4"}
+    rows: list[tuple[str, dict[str, Any], bool]] = [
+        ("needs a mesh of 1 dimension", {"replicas": 2, "param_compression": "int4", **int4}, False),
+        ("fsdp_version=2", {"replicas": 1, "version": 1, **int4}, False),
+        ("node_bits=16", {"replicas": 2, "node_bits": 16, **int4}, False),
+        ("ZeroOptimizer works with DistributedDataParallel", {"replicas": 2, "zero_stage": 2, **int4}, False),
+        ("OnebitAdam works with DistributedDataParallel", {"replicas": 2, "optimizer": "none"}, True),
+    ]
+    for text, options, ours in rows:
+        accelerator, model = accelerator_of(rank, world_size, **options), hosts.small_model()
+        params = model.parameters()
+        optimizer = OnebitAdam(params, freeze_step=2) if ours else torch.optim.AdamW(params)
+        with pytest.raises(ValueError, match=text):
+            accelerator.prepare(model, optimizer)
+
+
+def train_with_trainer(
+    rank: int, world_size: int, folder: str, resume: str | None, replicas: int, options: str
+) -> dict[str, Any]:
+    arguments = {"output_dir": folder, "optim_args": f"grad_compression=int4{options}", "bf16": replicas == 1}
+    arguments |= {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = hosts.make_trainer(rank, world_size, hosts.Run(arguments, dropout=0.0))
+    trainer.remove_callback(trainer.watch)
+    as_on_gpus(trainer.accelerator, world_size, replicas)
+    trainer.is_fsdp_enabled = True
+    trainer.train(resume_from_checkpoint=resume)
+    (state,) = trainer.accelerator._compressopt.models.compressions()
+    weights = torch.cat([p.detach().to_local().reshape(-1) for p in trainer.model.parameters()])
+    return {"weights": weights.numpy(), "history": trainer.state.log_history, "steps": state.steps}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("replicas", "options"), [(2, ""), (1, ""), (1, ",param_compression=int4")])
+def test_trainer_compresses_and_resumes(replicas: int, options: str, tmp_path: Path) -> None:
+    how = replicas, options
+    ranks = run_ranks(4, train_with_trainer, str(tmp_path), None, *how, timeout=240)
+    again = run_ranks(4, train_with_trainer, str(tmp_path / "again"), str(tmp_path / "checkpoint-4"), *how, timeout=240)
+    for rank, (result, other) in enumerate(zip(ranks, again, strict=True)):
+        if replicas > 1:
+            assert result["weights"].tobytes() == ranks[rank % 2]["weights"].tobytes()
+        assert result["weights"].tobytes() == other["weights"].tobytes()
+        assert result["steps"] == other["steps"] == 8
+    last = [row for row in ranks[0]["history"] if "loss" in row][-1]
+    assert last["compressopt/compression_ratio"] > 7

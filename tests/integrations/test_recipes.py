@@ -1,6 +1,5 @@
 """The recipes and the demo through the real launchers, with settings that take seconds."""
 
-import csv
 import json
 import os
 import re
@@ -17,21 +16,13 @@ from safetensors.torch import load_file
 
 from tests.support.harness import run_ranks
 from tests.support.launching import REPO_ROOT, environment, free_port, run, run_python, torchrun
-from tests.support.trainer_runs import small_llama, use_accelerate
+from tests.support.trainer_runs import equal_params, small_llama, use_accelerate
 
 RECIPES = REPO_ROOT / "recipes"
 CONFIGS = RECIPES / "causal_lm" / "configs"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-TRAINER = {
-    "optim": "onebit_adam",
-    "optim_args": "freeze_step=2",
-    "per_device_train_batch_size": 2,
-    "max_steps": 4,
-    "logging_steps": 1,
-    "save_steps": 3,
-    "report_to": "none",
-    "ddp_find_unused_parameters": "false",
-}
+STEPS = {"max_steps": 4, "logging_steps": 1, "save_steps": 3, "per_device_train_batch_size": 2, "report_to": "none"}
+TRAINER = {**STEPS, "optim": "onebit_adam", "optim_args": "freeze_step=2", "ddp_find_unused_parameters": "false"}
 CAUSAL_LM = {**TRAINER, "tokenizer_vocab_size": 300, "block_size": 16, "max_eval_samples": 4}
 
 
@@ -43,13 +34,8 @@ def words(recipe: str, directory: Path, settings: dict[str, Any], script: str = 
 
 def two_processes() -> list[str]:
     """`accelerate launch` with the configuration for two CPU processes."""
-    return [
-        *ACCELERATE,
-        "--config_file",
-        str(CONFIGS / "cpu_2_processes.yaml"),
-        "--main_process_port",
-        str(free_port()),
-    ]
+    config = str(CONFIGS / "cpu_2_processes.yaml")
+    return [*ACCELERATE, "--config_file", config, "--main_process_port", str(free_port())]
 
 
 def run_in_ranks(world_size: int, command: list[str]) -> None:
@@ -86,17 +72,21 @@ def logged(directory: Path, name: str) -> list[float]:
     return [row[name] for row in read(directory / "trainer_state.json")["log_history"] if "loss" in row]
 
 
-def same_model(*directories: Path) -> bool:
-    models = [load_file(directory / "model.safetensors") for directory in directories]
-    return all(
-        model.keys() == models[0].keys() and all(model[name].equal(models[0][name]) for name in model)
-        for model in models
-    )
+def check_resumed(recipe: str, whole: Path, checkpoint: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Resume a run on two ranks, which must end with the same model and loss; returns the results."""
+    resumed = whole.with_name("resumed")
+    again = {**settings, "resume_from_checkpoint": whole / checkpoint}
+    run_in_ranks(2, [*words(recipe, resumed, again), "--tiny"])
+    (name,) = (name for name in ("eval_results.json", "results.json") if (whole / name).exists())
+    one, other = (read(directory / name) for directory in (whole, resumed))
+    assert one["eval_loss"] == other["eval_loss"] and one.get("step") == other.get("step")
+    assert equal_params(*(load_file(directory / "model.safetensors") for directory in (whole, resumed)))
+    return one
 
 
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_causal_lm_trains_evaluates_and_resumes_with_two_processes(launched: bool, tmp_path: Path) -> None:
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    whole = tmp_path / "whole"
     if launched:
         run([*two_processes(), *words("causal_lm", whole, CAUSAL_LM), "--tiny"])
     else:
@@ -104,29 +94,16 @@ def test_causal_lm_trains_evaluates_and_resumes_with_two_processes(launched: boo
         run_in_ranks(2, [*words("causal_lm", whole, begin), "--tiny"])
     assert logged(whole, "compressopt/stage") == [0.0, 0.0, 1.0, 1.0]
     assert logged(whole, "compressopt/compression_ratio")[-1] > 30
-    again = {**CAUSAL_LM, "resume_from_checkpoint": whole / "checkpoint-3"}
-    run_in_ranks(2, [*words("causal_lm", resumed, again), "--tiny"])
-    results = [read(directory / "eval_results.json") for directory in (whole, resumed)]
-    assert results[0]["eval_loss"] == results[1]["eval_loss"] and results[0]["perplexity"] > 1
-    assert same_model(whole, resumed)
+    assert check_resumed("causal_lm", whole, "checkpoint-3", CAUSAL_LM)["perplexity"] > 1
 
 
 @pytest.mark.full
 def test_text_classification_trains_on_files_as_two_machines(tmp_path: Path) -> None:
-    with (
-        (tmp_path / "train.csv").open("w", newline="") as train,
-        (tmp_path / "valid.csv").open("w", newline="") as valid,
-    ):
-        for file, rows in ((train, 24), (valid, 5)):  # 5: the ranks evaluate different numbers of rows
-            writer = csv.writer(file)
-            writer.writerow(["first", "second", "kind"])
-            writer.writerows([f"a {n}", f"b {n}", ("even", "odd")[n % 2]] for n in range(rows))
-    settings = {
-        **TRAINER,
-        "train_file": tmp_path / "train.csv",
-        "validation_file": tmp_path / "valid.csv",
-        "label_column": "kind",
-    }
+    train, valid = tmp_path / "train.csv", tmp_path / "valid.csv"
+    for file, count in ((train, 24), (valid, 5)):  # 5: the ranks evaluate different numbers of rows
+        rows = [f"a {n},b {n},{('even', 'odd')[n % 2]}" for n in range(count)]
+        file.write_text("\n".join(["first,second,kind", *rows, ""]))
+    settings = {**TRAINER, "train_file": train, "validation_file": valid, "label_column": "kind"}
     place = ["--config_file", str(CONFIGS / "several_machines.yaml"), "--num_processes", "2"]
     place += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
     script = [*words("text_classification", tmp_path / "out", settings), "--tiny"]
@@ -144,22 +121,12 @@ def test_text_classification_trains_on_files_as_two_machines(tmp_path: Path) -> 
 def test_seq2seq_generates_and_resumes_with_tied_weights(tmp_path: Path) -> None:
     rows = [{"question": f"{n}", "answer": f"{n + 1}"} for n in range(40)]
     (tmp_path / "train.json").write_text("\n".join(map(json.dumps, rows)))
-    settings = {
-        **TRAINER,
-        "train_file": tmp_path / "train.json",
-        "source_column": "question",
-        "target_column": "answer",
-        "predict_with_generate": "true",
-        "generation_max_length": 4,
-    }
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    columns = {"train_file": tmp_path / "train.json", "source_column": "question", "target_column": "answer"}
+    settings = {**TRAINER, **columns, "predict_with_generate": "true", "generation_max_length": 4}
+    whole = tmp_path / "whole"
     run([*torchrun(2), *words("seq2seq", whole, settings), "--tiny"])
     assert logged(whole, "compressopt/stage") == [0.0, 0.0, 1.0, 1.0]
-    again = {**settings, "resume_from_checkpoint": whole / "checkpoint-3"}
-    run_in_ranks(2, [*words("seq2seq", resumed, again), "--tiny"])
-    results = [read(directory / "eval_results.json") for directory in (whole, resumed)]
-    assert results[0]["eval_loss"] == results[1]["eval_loss"] and 0 <= results[0]["eval_exact_match"] <= 1
-    assert same_model(whole, resumed)
+    assert 0 <= check_resumed("seq2seq", whole, "checkpoint-3", settings)["eval_exact_match"] <= 1
     names = load_file(whole / "model.safetensors")
     assert "shared.weight" in names and "lm_head.weight" not in names
 
@@ -168,26 +135,15 @@ def test_seq2seq_generates_and_resumes_with_tied_weights(tmp_path: Path) -> None
 def test_accelerate_loop_accumulates_and_resumes(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"line {n} of a text" for n in range(60)))
-    settings = {
-        "train_file": text,
-        "block_size": 16,
-        "per_device_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 20,  # the text has some 18 steps an epoch
-        "freeze_step": 3,
-        "logging_steps": 1,
-        "save_steps": 9,
-    }
-    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    sizes = {"train_file": text, "block_size": 16, "per_device_batch_size": 2, "gradient_accumulation_steps": 2}
+    steps = {"max_steps": 20, "freeze_step": 3, "logging_steps": 1, "save_steps": 9}  # some 18 steps an epoch
+    settings, whole = {**sizes, **steps}, tmp_path / "whole"
     said = run_python([*words("accelerate_loop", whole, settings), "--tiny"], ranks=2).stdout
     lines = [line for line in said.splitlines() if line.startswith("step ")]
     sent = [float(line.rsplit(" ", 1)[1]) for line in lines]
     assert len(sent) == 20 and sent[2] / sent[3] > 3  # 4 bits, then signs and a sketch of the gradient
     for step in (9, 18):  # within an epoch, and near the end of one
-        again = {**settings, "resume_from_checkpoint": whole / f"step-{step}"}
-        run_in_ranks(2, [*words("accelerate_loop", resumed, again), "--tiny"])
-        assert read(whole / "results.json") == read(resumed / "results.json")
-        assert same_model(whole, resumed)
+        check_resumed("accelerate_loop", whole, f"step-{step}", settings)
 
 
 @pytest.fixture
@@ -216,15 +172,13 @@ def lines_of(said: str) -> list[str]:
     return re.sub(r"\[Gloo\] Rank .* peer ranks is : [0-9]+\n", "", said).splitlines()
 
 
-def submit(slurm: dict[str, str], *command: str) -> str:
-    return run(["bash", str(RECIPES / "multi_node" / "train.slurm"), *command], **slurm).stdout
+SLURM_SCRIPT = ["bash", str(RECIPES / "multi_node" / "train.slurm")]
 
 
 @pytest.mark.full
 def test_the_slurm_script_joins_two_nodes(slurm: dict[str, str]) -> None:
-    said = submit(
-        slurm, str(RECIPES / "multi_node" / "check_link.py"), "--use_cpu", "--params", "1e5", "--repeats", "2"
-    )
+    check = [str(RECIPES / "multi_node" / "check_link.py"), "--use_cpu", "--params", "1e5", "--repeats", "2"]
+    said = run([*SLURM_SCRIPT, *check], **slurm).stdout
     assert "2 ranks over gloo, interface lo" in said
     sent = {line[:18].strip(): float(line[18:].split()[0]) for line in lines_of(said)[1:3]}
     assert sent == {"float32 gradients": 0.4, "1-bit messages": 0.01}  # MB: 2 (W-1)/W of 4 n, and of n/8 and scales
@@ -232,14 +186,8 @@ def test_the_slurm_script_joins_two_nodes(slurm: dict[str, str]) -> None:
 
 @pytest.mark.full
 def test_torch_loop_resumes(tmp_path: Path) -> None:
-    settings = {
-        "block_size": 16,
-        "batch_size": 2,
-        "max_steps": 5,
-        "save_steps": 4,
-        "logging_steps": 1,
-        "freeze_step": 2,
-    }
+    steps = {"max_steps": 5, "save_steps": 4, "logging_steps": 1, "freeze_step": 2}
+    settings = {"block_size": 16, "batch_size": 2, **steps}
     said = run([*two_processes(), *words("torch_loop", tmp_path / "whole", settings)]).stdout
     assert lines_of(said)[0] == "2 ranks, from the start"
     assert [line.split(":")[0] for line in lines_of(said)[1:-1]] == [f"step {n}" for n in range(1, 6)]
@@ -249,12 +197,11 @@ def test_torch_loop_resumes(tmp_path: Path) -> None:
     resumed = run_python(words("torch_loop", tmp_path / "resumed", again), ranks=2).stdout
     assert lines_of(resumed) == [f"2 ranks, from {saved}", *lines_of(said)[-2:]]
     models = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "resumed")]
-    assert all(models[0][name].equal(models[1][name]) for name in models[0])
+    assert equal_params(*models)
 
 
 def test_the_slurm_script_says_how_it_is_used(slurm: dict[str, str]) -> None:
-    script = ["bash", str(RECIPES / "multi_node" / "train.slurm")]
-    done = subprocess.run(script, capture_output=True, text=True, env=environment(**slurm))
+    done = subprocess.run(SLURM_SCRIPT, capture_output=True, text=True, env=environment(**slurm))
     assert done.returncode == 2 and "usage: sbatch" in done.stderr
 
 
@@ -299,15 +246,8 @@ def test_lora_sends_and_saves_the_adapters_alone(
         pytest.importorskip("trl")
     (tmp_path / "text.txt").write_text("\n\n".join(f"word {n % 7} and {n % 5} of a text" for n in range(40)))
     small_pretrained(tmp_path / "model")
-    given = {
-        **{name: value for name, value in TRAINER.items() if name != "save_steps"},
-        "model_name_or_path": tmp_path / "model",
-        "train_file": tmp_path / "text.txt",
-        "lora_rank": 4,
-        "optim": optim,
-        "optim_args": options,
-        "save_strategy": "no",
-    }
+    files = {"model_name_or_path": tmp_path / "model", "train_file": tmp_path / "text.txt"}
+    given = {**TRAINER, **files, "lora_rank": 4, "optim": optim, "optim_args": options, "save_strategy": "no"}
     run([*torchrun(2), *words("lora", tmp_path / "out", given, script)])
     assert logged(tmp_path / "out", "compressopt/compression_ratio")[-1] > ratio
     adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")

@@ -18,13 +18,10 @@ def plug_in(
     use_accelerate(rank, world_size)
     from transformers import get_linear_schedule_with_warmup
 
-    accelerator = CompressOptAccelerator(
-        cpu=True, compressopt_plugin=CompressOptPlugin(**options), step_scheduler_with_optimizer=scheduler != "manual"
-    )
-    model = network()
-    optimizer: Any = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "Own": OwnStep}[cls](
-        model.parameters(), lr=0.1
-    )
+    plugin, each = CompressOptPlugin(**options), scheduler != "manual"
+    accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin, step_scheduler_with_optimizer=each)
+    model, kinds = network(), {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "Own": OwnStep}
+    optimizer: Any = kinds[cls](model.parameters(), lr=0.1)
     prepared = [model, optimizer]
     if scheduler == "onecycle":
         total = steps * world_size
@@ -98,14 +95,10 @@ def trainer_run(
 
 @pytest.mark.parametrize("name", ["onebit_adam", pytest.param("zero_one_adam", marks=pytest.mark.full)])
 def test_auto_find_batch_size_fits_the_schedule_to_the_run_that_is_taken(name: str, tmp_path: Path) -> None:
-    arguments = {
-        "auto_find_batch_size": True,
-        "per_device_train_batch_size": 16,
-        "max_steps": -1,
-        "num_train_epochs": 1,
-    }
-    found = run_ranks(2, trainer_run, str(tmp_path), {**arguments, "optim": name}, True, timeout=120)[0]
-    fresh = {**arguments, "per_device_train_batch_size": 2, "auto_find_batch_size": False, "optim": name}
+    epoch = {"max_steps": -1, "num_train_epochs": 1, "optim": name}
+    trying = {**epoch, "auto_find_batch_size": True, "per_device_train_batch_size": 16}
+    found = run_ranks(2, trainer_run, str(tmp_path), trying, True, timeout=120)[0]
+    fresh = {**epoch, "per_device_train_batch_size": 2}
     plain = run_ranks(2, trainer_run, str(tmp_path), fresh, False, timeout=120)[0]
     assert found["failed"] and found["steps"] == plain["steps"] > 20 and found["schedule"] == plain["schedule"]
 

@@ -10,23 +10,12 @@ from safetensors.torch import load_file
 
 import hf_compressopt
 from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, cli
+from tests.support import trainer_runs as hosts
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.made_once import made_once
-from tests.support.trainer_runs import (
-    OLD_HOST,
-    Run,
-    equal_params,
-    logged,
-    losses,
-    network,
-    params_of,
-    take_steps,
-    train,
-    use_accelerate,
-)
 
 pytestmark = pytest.mark.skipif(
-    OLD_HOST, reason="this transformers resumes with the batch size per rank of the checkpoint"
+    hosts.OLD_HOST, reason="this transformers resumes with the batch size per rank of the checkpoint"
 )
 
 STEPS, SAVED, AGAIN = 16, 6, 14
@@ -73,23 +62,15 @@ Result = dict[str, Any]
 WATCHED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
-def a_run(folder: Path, name: str, options: str, resume: Path | None, ranks: int, **more: Any) -> Run:
+def a_run(folder: Path, name: str, options: str, resume: Path | None, ranks: int, **more: Any) -> hosts.Run:
     """The same four examples in each step, on one rank and on two."""
-    arguments = {
-        "output_dir": str(folder),
-        "optim": name,
-        "optim_args": options or None,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-6,
-        "per_device_train_batch_size": 4 // ranks,
-        **more,
-    }
-    return Run(arguments, resume=resume and str(resume), dropout=0.0)
+    arguments = {"output_dir": str(folder), "optim": name, "optim_args": options or None, "max_steps": STEPS}
+    arguments |= {"adam_epsilon": 1e-6, "per_device_train_batch_size": 4 // ranks, **more}
+    return hosts.Run(arguments, resume=resume and str(resume), dropout=0.0)
 
 
-def result_of(world_size: int, run: Run) -> Result:
-    result: Result = run_ranks(world_size, train, run, timeout=240)[0]
+def result_of(world_size: int, run: hosts.Run) -> Result:
+    result: Result = run_ranks(world_size, hosts.train, run, timeout=240)[0]
     return result
 
 
@@ -132,12 +113,12 @@ def run_on_other_ranks(folder: Path, name: str) -> tuple[Result, Result]:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=FULL if name in LONG else ()) for name in ELASTIC])
 def test_two_ranks_one_and_two_again(name: str, folder: Path, whole: Runs) -> None:
     uninterrupted = whole(name)
-    expected = losses(uninterrupted)
+    expected = hosts.losses(uninterrupted)
     assert len(expected) == STEPS
     alone, again = run_on_other_ranks(folder, name)
     for result, first in ((alone, SAVED), (again, AGAIN)):
         assert result["optimizer"] == uninterrupted["optimizer"] and len(result["rows"]) == STEPS - first
-        assert losses(result)[first:] == pytest.approx(expected[first:], abs=TOLERANCE.get(name, 1e-6))
+        assert hosts.losses(result)[first:] == pytest.approx(expected[first:], abs=TOLERANCE.get(name, 1e-6))
         assert [row["lr"] for row in result["rows"]] == [row["lr"] for row in uninterrupted["rows"]][first:]
         if name != "fused_adam":
             assert result["metrics"]["step"] == STEPS
@@ -166,43 +147,43 @@ def test_a_run_goes_on_with_another_optimizer(
     assert all(result["alike"]) or name == "zero_one_adam"
     alike = ("zero1_adamw", "zero2_adamw", "fused_adam")
     if (name, options) == ("onebit_adam", "warmup"):
-        assert equal_params(result["params"], expected["params"])
+        assert hosts.equal_params(result["params"], expected["params"])
     elif name in alike or saved in alike or (name, options) == ("zero_one_adam", "warmup"):
-        assert losses(result)[SAVED:] == pytest.approx(losses(expected)[SAVED:], abs=1e-6)
+        assert hosts.losses(result)[SAVED:] == pytest.approx(hosts.losses(expected)[SAVED:], abs=1e-6)
     else:
-        assert losses(result)[SAVED:] == pytest.approx(losses(expected)[SAVED:], abs=0.15)
+        assert hosts.losses(result)[SAVED:] == pytest.approx(hosts.losses(expected)[SAVED:], abs=0.15)
     if name in COMPRESSED:
         assert result["metrics"]["step"] == STEPS
         assert result["metrics"]["stage"] == (0.0 if options == "warmup" else 1.0)
     if name in COMPRESSED and options == "warmup_bits=32":
-        stages = logged(result, "compressopt/stage")
+        stages = hosts.logged(result, "compressopt/stage")
         assert stages == [0.0] + [1.0] * (STEPS - SAVED - 1), "warmup ends with the first step"
 
 
 def test_what_adamw_cannot_go_on_from_is_refused_on_all_ranks(folder: Path, whole: Runs) -> None:
     whole("zero2_adamw")
     run = a_run(folder / "refused", "adafactor", "", folder / "zero2_adamw" / f"checkpoint-{SAVED}", 2)
-    errors = run_ranks_expecting_error(2, train, run)
+    errors = run_ranks_expecting_error(2, hosts.train, run)
     said = "the state is of ZeroOptimizer(AdamW), this optimizer is Adafactor"
     assert all(said in error for error in errors.values())
 
 
 def accelerate_loop(rank: int, world_size: int, name: str, folder: str, first: int, last: int) -> list[torch.Tensor]:
     """Steps [first, last) with gradients that are alike on all ranks; saved at the end, and loaded where first > 0."""
-    use_accelerate(rank, world_size)
+    hosts.use_accelerate(rank, world_size)
     plugin = CompressOptPlugin(zero_stage=int(name[-1])) if name.startswith("zero") else None
     accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin)
-    model = network()
+    model = hosts.network()
     cls = getattr(hf_compressopt, name, torch.optim.AdamW)
     more = {"warmup_bits": 32} if name == "OnebitAdam" else {}
     model, optimizer = accelerator.prepare(model, cls(model.parameters(), lr=0.01, weight_decay=0.01, **more))
     if first:
         accelerator.load_state(folder)
-    take_steps(accelerator, model, optimizer, 0, range(first, last))
+    hosts.take_steps(accelerator, model, optimizer, 0, range(first, last))
     if not first:
         accelerator.save_state(folder)
         accelerator.wait_for_everyone()
-    return list(params_of(accelerator, model).values())
+    return list(hosts.params_of(accelerator, model).values())
 
 
 @pytest.mark.invariant(2)

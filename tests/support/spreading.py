@@ -31,6 +31,7 @@ def spread(*whole: int, shared: tuple[int, ...]) -> list[Any]:
     return rows
 
 
-def short(names: Iterable[str], kept: Sequence[str]) -> list[Any]:
-    """Parameters: the names of ``kept`` in `make test`, the others in `make test-full`."""
-    return [pytest.param(name, marks=() if name in kept else pytest.mark.full) for name in names]
+def short(cases: Iterable[Any], kept: Sequence[Any]) -> list[Any]:
+    """Parameters: the cases of ``kept`` in `make test`, the others in `make test-full`."""
+    rows = ((case, case if isinstance(case, tuple) else (case,)) for case in cases)
+    return [pytest.param(*row, marks=() if case in kept else pytest.mark.full) for case, row in rows]

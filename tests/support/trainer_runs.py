@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from hf_compressopt import OnebitAdam
+from hf_compressopt.amp import innermost
 from tests.support.harness import same_on_all_ranks as same_on_all_ranks
 
 VOCAB, LENGTH, EXAMPLES = 61, 12, 96
@@ -29,7 +31,7 @@ class Run:
     resume: str | None = None
     overflow: tuple[int, int] | None = None  # (rank, step counted from 0): a gradient becomes inf there
     scaler: bool = False
-    optimizer: str | None = None  # "cls_and_kwargs" or "instance": how the optimizer gets to Trainer
+    optimizer: str | None = None  # "cls_and_kwargs", "instance", "create_optimizer" or "layers": how Trainer gets it
     unused: bool = False
     dropout: float = 0.1
     frozen: bool = False
@@ -39,6 +41,7 @@ class Run:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
 #: Further arguments of a Trainer, and options of its Run.
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -52,10 +55,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "find_unused_parameters": ({"ddp_find_unused_parameters": True}, {"unused": True}),
     "no_find_unused_parameters": ({"ddp_find_unused_parameters": False}, {}),
     "evaluate_before_train": ({}, {"evaluate_first": True}),
-    "evaluate_before_train_compiled": (
-        {"torch_compile": True, "torch_compile_backend": "eager"},
-        {"evaluate_first": True},
-    ),
+    "evaluate_before_train_compiled": (COMPILED, {"evaluate_first": True}),
     "uneven_last_window": ({"gradient_accumulation_steps": 5}, {}),  # of 24 micro-batches an epoch: the 5th step has 4
     "partly_frozen": ({}, {"frozen": True}),
     "scaler": ({"max_grad_norm": 0.0}, {"scaler": True}),  # Accelerate itself clips before it unscales here
@@ -79,20 +79,9 @@ def small_model(unused: bool = False, dropout: float = 0.1) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=LENGTH,
-        n_embd=24,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        resid_pdrop=dropout,
-    )
-    model = GPT2LMHeadModel(config)
+    sizes = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 24, "n_layer": 2, "n_head": 2}
+    rates = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), dropout)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0, use_cache=False))
     if unused:
         model.never_used = torch.nn.Linear(3, 3)
     return model
@@ -125,8 +114,6 @@ def make_trainer(rank: int, world_size: int, run: Run) -> Any:
     from transformers import Trainer, TrainerCallback
 
     import hf_compressopt.auto  # noqa: F401
-    from hf_compressopt import OnebitAdam
-    from hf_compressopt.amp import innermost
 
     class Watch(TrainerCallback):
         """After every step: are the parameters alike on all ranks, which lr, was the step skipped?"""
@@ -179,14 +166,23 @@ def make_trainer(rank: int, world_size: int, run: Run) -> Any:
     trainer = TestTrainer(
         model=model, args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[watch := Watch()], **options
     )
-    trainer.watch = watch
+    trainer.watch, own = watch, {"lr": args.learning_rate, "warmup_bits": 32}
+
+    def create_optimizer(model: Any = None) -> Any:
+        vectors, matrices = ([p for p in trainer.model.parameters() if (p.ndim == 1) == flat] for flat in (True, False))
+        groups = [{"params": vectors}, {"params": matrices}]
+        trainer.optimizer = torch.optim.AdamW(groups) if run.optimizer == "adamw" else OnebitAdam(groups, **own)
+        return trainer.optimizer
+
+    if run.optimizer in ("create_optimizer", "adamw"):
+        trainer.create_optimizer = create_optimizer
+    if run.optimizer == "layers":
+        trainer.get_optimizer_cls_and_kwargs = lambda *_: (OnebitAdam, own)
     return trainer
 
 
 def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     """Train, and return what the tests compare."""
-    from hf_compressopt.amp import innermost
-
     trainer = make_trainer(rank, world_size, run)
     if run.evaluate_first:
         trainer.evaluate()

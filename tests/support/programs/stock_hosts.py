@@ -4,34 +4,17 @@ import sys
 import tempfile
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (self.layer(x) - labels).square().mean()}
-
-
-def data(count: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [{"x": torch.randn(8, generator=generator), "labels": torch.zeros(8)} for _ in range(count)]
+from tests.support.trainer_runs import loss_of, network, same_on_all_ranks, small_model, tokens, trainer_arguments
 
 
 def gradients_differ(model: Any) -> bool:
-    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
-    both = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(both, flat)
-    return not torch.equal(both[0], both[1])
+    return not same_on_all_ranks([p.grad for p in model.parameters()])
 
 
 def with_trainer() -> list[bool]:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback
 
     from hf_compressopt import OnebitAdam
 
@@ -41,12 +24,9 @@ def with_trainer() -> list[bool]:
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             found.append(gradients_differ(model))
 
-    args = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), max_steps=4, per_device_train_batch_size=2, use_cpu=True, report_to="none"
-    )
-    model = Net()
+    model, args = small_model(), trainer_arguments(output_dir=tempfile.mkdtemp(), max_steps=4)
     optimizer = OnebitAdam(model.parameters(), freeze_step=2)
-    trainer = Trainer(model=model, args=args, train_dataset=data(64), optimizers=(optimizer, None), callbacks=[Watch()])
+    trainer = Trainer(model=model, args=args, train_dataset=tokens(), optimizers=(optimizer, None), callbacks=[Watch()])
     trainer.train()
     return found
 
@@ -56,14 +36,10 @@ def with_accelerator() -> list[bool]:
 
     from hf_compressopt import OnebitAdam
 
-    accelerator = Accelerator(cpu=True)
-    model = Net()
+    accelerator, model, found = Accelerator(cpu=True), network(), []
     model, optimizer = accelerator.prepare(model, OnebitAdam(model.parameters(), freeze_step=2))
-    found = []
     for step in range(4):
-        rows = data(16)[2 * step + accelerator.process_index :: 8]
-        batch = {key: torch.stack([row[key] for row in rows]) for key in ("x", "labels")}
-        accelerator.backward(model(**batch)["loss"])
+        accelerator.backward(loss_of(model, accelerator.process_index, step))
         found.append(gradients_differ(model))
         optimizer.step()
         optimizer.zero_grad()
@@ -71,7 +47,6 @@ def with_accelerator() -> list[bool]:
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
     if sys.argv[2:] != ["unregistered"]:
         import hf_compressopt.auto  # noqa: F401
     found = {"trainer": with_trainer, "accelerator": with_accelerator}[sys.argv[1]]()
