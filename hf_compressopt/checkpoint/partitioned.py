@@ -250,7 +250,7 @@ class PartitionedState(State):
         tensors = list(error_tensors(optimizer.partition, called))
         singles: dict[TensorKey, str] = {}
         for part, row in rows_of(optimizer):
-            state, shape, name = row.pop("state"), optimizer.partition.tensors[part.param].shape, called[part.param]
+            state, shape, name = row.pop("state"), part.real.shape, called[part.param]
             _check_keys(state, optimizer.optimizer_class.__name__)
             whole = {key: state[key] for key in element_state(state, part)} | row
             for kind, value in whole.items():
@@ -338,7 +338,7 @@ class PartitionedState(State):
         of_parameter = keys_by_parameter(entries)
         for row in rows:
             part, _ = row
-            name, param = called[part.param], self._optimizer.partition.tensors[part.param]
+            name, param = called[part.param], part.real
             keys, master = of_parameter.get(name, []), TensorKey(MASTER, name)
             if part.tensor.dtype != param.dtype and master not in keys and header.values.get("stage") != 0:
                 keys = [*keys, master]  # its absence is an error; an ordinary optimizer has none to save
@@ -363,11 +363,11 @@ class PartitionedState(State):
         ):
             return
         for part in partition.parts():
-            part.write_back(partition.tensors[part.param])
+            part.write_back()
         for part, row in rows:
             if REPLICA in row:
-                write_span(partition.tensors[part.param], part.span.start, part.span.stop, row[REPLICA])
+                write_span(part.real, part.span.start, part.span.stop, row[REPLICA])
         partition.share_parts()
         for part in partition.parts():
             if part.is_ahead:
-                part.expect(part.replica_in(partition.tensors[part.param]))
+                part.expect(part.replica)

@@ -329,7 +329,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         pieces = _pieces(known, mine, value, whole=True)
         known.tensor.copy_(torch.as_tensor(value))
         for part, master, values in pieces:
-            part.follow(known.tensor)
+            part.follow()
             master.copy_(values)
 
     def get_local_param(self, which: Tensor | str) -> Tensor:
@@ -346,7 +346,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         known, mine = self._masters(which)
         for part, master, values in _pieces(known, mine, value, whole=False):
             if part.is_ahead:
-                part.follow(known.tensor)
+                part.follow()
             master.copy_(values)
             if not part.is_ahead:
                 write_span(known.tensor, part.span.start, part.span.stop, values)
@@ -492,8 +492,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     @torch.no_grad()
     def _move_states(self, *, to_host: bool) -> None:
         for part in self.partition.parts():
-            device = self.partition.tensors[part.param].device
-            move = in_host_memory if to_host else partial(Tensor.to, device=device)
+            move = in_host_memory if to_host else partial(Tensor.to, device=part.real.device)
             if not part.direct:
                 part.tensor.data = move(part.tensor)
             part.move_state(move)

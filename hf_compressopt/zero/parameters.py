@@ -163,7 +163,7 @@ class PartitionedParameters:
         if self.holds_masters:
             return
         for part in self.parts():
-            if part.follow(self.tensors[part.param]):
+            if part.follow():
                 part.move_state()
         self.reducer.follow_parameters()
 
@@ -195,7 +195,7 @@ class PartitionedParameters:
                 self.tensors[number].copy_(copy)
             for part in self.parts():
                 if part.is_ahead:
-                    part.expect(part.replica_in(self.tensors[part.param]))
+                    part.expect(part.replica)
 
         return restore
 
@@ -228,7 +228,7 @@ class PartitionedParameters:
         for part in bucket.parts:
             part.tensor.grad = None
             if not part.is_ahead:
-                part.write_back(self.tensors[part.param])
+                part.write_back()
         for number, mine in bucket.slices.items():
             gradients = self.reducer.slices[number]
             gradients.average = None
@@ -266,7 +266,7 @@ class PartitionedParameters:
     def share_masters(self) -> None:
         """Make the parameters of all ranks what the masters round to. All ranks call."""
         for part in self.parts():
-            part.write_back(self.tensors[part.param])
+            part.write_back()
         self.share_parts()
 
     @torch.no_grad()

@@ -148,11 +148,11 @@ class Part:
 
     def __init__(self, span: Span, number: int, known: TrainedParameter, config: ZeroConfig, is_ahead: bool) -> None:
         self.param, self.span, self.slice, self.group, self.is_ahead = span.index, span, number, known.group, is_ahead
-        param = known.tensor
+        self.real = param = known.tensor
         wide = config.master if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
         # whether the tensor is the memory of the real parameter; else a master copy, ahead of replicas if ``is_ahead``
         self.direct = param.is_contiguous() and param.dtype == wide and not config.offload and not is_ahead
-        self.tensor = self.replica_in(param)  # [span.numel], the parameter of the wrapped optimizer
+        self.tensor = self.replica  # [span.numel], the parameter of the wrapped optimizer
         if not self.direct:
             self.tensor = self.tensor.to(wide, copy=True)
             self.tensor = in_host_memory(self.tensor) if config.offload else self.tensor
@@ -160,40 +160,42 @@ class Part:
         self._sums: list[Tensor] | None = None
         self._version = 0
 
-    def replica_in(self, param: Tensor) -> Tensor:
-        """Return this part's elements of the real parameter, in its memory if it is contiguous."""
-        return param.detach().reshape(-1)[self.span.start : self.span.stop]
+    @property
+    def replica(self) -> Tensor:
+        """This part's elements of the real parameter, in its memory if it is contiguous."""
+        return self.real.detach().reshape(-1)[self.span.start : self.span.stop]
 
-    def write_back(self, param: Tensor) -> None:
+    def write_back(self) -> None:
         if not self.direct:
-            write_span(param, self.span.start, self.span.stop, self.tensor)
+            write_span(self.real, self.span.start, self.span.stop, self.tensor)
             self._version = self.tensor._version
             # on a device a copy's values are compared instead: the host would wait for sums
             if self.is_ahead or self.tensor.is_cpu:
-                self.expect(self.replica_in(param))
+                self.expect(self.replica)
 
-    def read_from(self, param: Tensor) -> None:
+    def read_back(self) -> None:
         if not self.direct:
-            self.tensor.copy_(self.replica_in(param))
+            self.tensor.copy_(self.replica)
             if self.is_ahead:
-                self.expect(self.replica_in(param))
+                self.expect(self.replica)
 
     def expect(self, values: Tensor) -> None:
         """Take these values of the parameter as right: values that other code writes later are seen."""
         self._sums = _sums_of_bits(values.reshape(-1))
 
-    def follow(self, param: Tensor) -> bool:
+    def follow(self) -> bool:
         """Follow the parameter to other memory, and to values that others have written. Returns if the device is new.
 
         A master copy keeps its digits for elements that still are what it rounds to, and takes the parameter's value
         for all others; a master that is ahead takes all values if one was written. Values are compared, by sums of
         their bits if they were written here last, because torch counts no version for writes through ``.data``.
         """
+        param = self.real
         if self.direct and param.is_contiguous() and param.dtype == self.tensor.dtype:
             here = self.tensor.data_ptr() - self.span.start * self.tensor.element_size()
             if param.data_ptr() == here and param.device == self.tensor.device:
                 return False  # the memory is still held: no other tensor has this address
-        values = self.replica_in(param)
+        values = self.replica
         if not self.direct:
             (self._follow_replica if self.is_ahead else self._follow_copy)(values)
             return False

@@ -493,7 +493,7 @@ def send_differences(
     ahead = torch.zeros(cut.part_numel, dtype=torch.float32, device=device)
     for part in parts:
         place = ahead[part.span.offset : part.span.offset + part.span.numel]
-        torch.sub(part.tensor.to(device), part.replica_in(params[part.param]), out=place)
+        torch.sub(part.tensor.to(device), part.replica, out=place)
     gathered = torch.empty(count * nbytes, dtype=torch.uint8, device=device)
     message = gathered[communicator.topology.own_chunk * nbytes :][:nbytes]
     kernels.on(message).compress_(form, Combination(cut.part_numel, device), ahead, message, 1)
@@ -510,7 +510,7 @@ def send_differences(
         if not is_direct(params[number]):  # flat is a copy
             params[number].detach().copy_(flat.view(params[number].shape))
     for part in parts:
-        part.expect(part.replica_in(params[part.param]))
+        part.expect(part.replica)
 
 
 def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Communicator) -> Task[None]:

@@ -71,7 +71,7 @@ def rows_of(optimizer: ZeroOptimizer) -> Iterator[Row]:
     for part in optimizer.partition.parts():
         row: dict[str, Any] = {"state": part.state}
         row |= {} if part.direct else {MASTER: part.tensor}
-        row |= {REPLICA: part.replica_in(optimizer.partition.tensors[part.param])} if part.is_ahead else {}
+        row |= {REPLICA: part.replica} if part.is_ahead else {}
         yield part, row
 
 
@@ -79,13 +79,13 @@ def take_rows(optimizer: ZeroOptimizer, rows: Iterable[Row], groups: Sequence[di
     """Take over the values of all parts, and hyperparameters in place, since schedulers hold the groups."""
     of_torch = optimizer.optimizer_class.__module__.startswith("torch.optim.")
     for part, row in rows:
-        param, state = optimizer.partition.tensors[part.param], row["state"]
+        state = row["state"]
         if MASTER in row:
             part.tensor.copy_(row[MASTER].reshape(-1))
             if part.is_ahead:
-                part.expect(row.get(REPLICA, part.replica_in(param)))
+                part.expect(row.get(REPLICA, part.replica))
         else:
-            part.read_from(param)
+            part.read_back()
         for name in element_state(state, part):
             value, dtype = state[name], optimizer.config.kept_state
             if dtype is None and value.is_floating_point():
@@ -108,7 +108,7 @@ def pack(optimizer: ZeroOptimizer, packed: dict[str, Any], *, in_shards: bool) -
     numbers = {id(tensor): number for number, tensor in enumerate(dict.fromkeys(_all_parameters(optimizer)))}
     for part, row in rows_of(optimizer):
         row |= {REPLICA: row[REPLICA].clone()} if part.is_ahead else {}
-        entry = packed["state"].setdefault(numbers[id(optimizer.partition.tensors[part.param])], {"pieces": []})
+        entry = packed["state"].setdefault(numbers[id(part.real)], {"pieces": []})
         entry["pieces"].append({"start": part.span.start, "stop": part.span.stop, **row})
     packed[STATE_KEY] = {**header_of(optimizer), "rank": optimizer.communicator.rank}
     if errors := _errors(optimizer):
@@ -139,9 +139,8 @@ def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, An
     numbers = dict(zip(map(id, _all_parameters(optimizer)), keys, strict=True))
     rows: list[Row] = []
     for part in partition.parts():
-        tensor = partition.tensors[part.param]
-        row = state_dict["state"].get(numbers[id(tensor)], {})
-        found = _whole_state(row, part, tensor) if own is None else _own_state(row, part)
+        row = state_dict["state"].get(numbers[id(part.real)], {})
+        found = _whole_state(row, part) if own is None else _own_state(row, part)
         state = {key: v.clone() if isinstance(v, Tensor) else v for key, v in found["state"].items()}
         rows.append((part, {**found, "state": state}))
     take_rows(optimizer, rows, saved_groups)
@@ -195,8 +194,8 @@ def _own_state(row: dict[str, Any], part: Part) -> dict[str, Any]:
     return rows[part.span.start, part.span.stop]
 
 
-def _whole_state(row: dict[str, Any], part: Part, param: Tensor) -> dict[str, Any]:
-    state = {}
+def _whole_state(row: dict[str, Any], part: Part) -> dict[str, Any]:
+    state, param = {}, part.real
     for name, value in row.items():
         if isinstance(value, Tensor) and value.shape == param.shape and (value.dim() > 0 or name != "step"):
             value = value.reshape(-1)[part.span.start : part.span.stop].to(part.tensor.dtype)
