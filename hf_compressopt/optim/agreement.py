@@ -133,7 +133,8 @@ class MeanNorm:
         for communicator, together in groups:
             rows: Rows = []
             for state in together if gradients.fault is None else ():
-                rows += gradients.rows_of(state)
+                grads = gradients.groups[state.number]
+                rows += [(param.numel(), grad) for param, grad in zip(state.params, grads, strict=True)]
             for param in gradients.others if communicator is everyone and gradients.fault is None else ():
                 rows.append((param.numel(), None if param.grad is None else param.grad.to(device, torch.float32)))
             share = 1 / communicator.world_size
@@ -218,10 +219,6 @@ class StepGradients:
     def present(self) -> list[Tensor]:
         grads = chain(chain.from_iterable(self.groups), (param.grad for param in self.others))
         return [grad for grad in grads if grad is not None]
-
-    def rows_of(self, state: GroupState) -> Rows:
-        """Return the number of elements and the gradient of each parameter of a group."""
-        return [(param.numel(), grad) for param, grad in zip(state.params, self.groups[state.number], strict=True)]
 
     def signature(self) -> tuple[tuple[int, int], ...]:
         """Return the identity and version of each gradient: equal signatures have equal values."""
