@@ -62,7 +62,6 @@ class Vectors(nn.Module):
         self.gradients = [torch.randn(numel, generator=generator) for _ in range(buckets)]
 
     def forward(self) -> Tensor:
-        """Sum of the products."""
         return torch.stack([a @ b for a, b in zip(self.values, self.gradients, strict=True)]).sum()
 
 
@@ -83,7 +82,6 @@ class Training:
         self.loss = self.model()
 
     def step(self) -> None:
-        """Run backward, average, clip, update, and throw gradients away."""
         self.loss.backward()
         self._after()
         for param in self.params:
@@ -171,15 +169,18 @@ METHODS: dict[str, Callable[[Training], Step]] = {
 }
 
 
-def measured_seconds(trainings: dict[str, Training], rounds: int) -> dict[str, float]:
-    """Median seconds of this thread in a step of each variant."""
+def host_times(trainings: dict[str, Training], arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Microseconds of this thread per bucket and step of each variant, less backward, and ratios to the baseline."""
 
     def before(name: str) -> None:
         trainings[name].prepare()
         dist.barrier()
 
     steps = {name: training.step for name, training in trainings.items()}
-    return medians(steps, rounds, before, time.thread_time)
+    seconds = medians(steps, arguments.rounds, before, time.thread_time)
+    net = {name: value - seconds[BACKWARD] for name, value in seconds.items() if name != BACKWARD}
+    us = {name: 1e6 * value / arguments.buckets for name, value in net.items()}
+    return {name: {"us_per_bucket": value, "ratio": value / us[BASELINE]} for name, value in us.items()}
 
 
 def called_modules(step: Step) -> list[str]:
@@ -206,7 +207,8 @@ class WaitingCalls(TorchDispatchMode):
         self.counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts.update(name for name in [func.name().split(".")[0]] if name in _WAITING)
+        if (name := func.name().split(".")[0]) in _WAITING:
+            self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -239,7 +241,7 @@ def measure_rank(rank: int, _: Path, arguments: argparse.Namespace) -> dict[str,
     logging.getLogger("hf_compressopt").setLevel(logging.ERROR)
     if not (arguments.modules or arguments.syncs):
         trainings = {name: Training(name, arguments.buckets, arguments.numel) for name in METHODS}
-        return as_ratios(measured_seconds(trainings, arguments.rounds), arguments.buckets)
+        return host_times(trainings, arguments)
     count, found = called_modules if arguments.modules else host_syncs, {}
     for name in METHODS:
         training = Training(name, arguments.buckets, arguments.numel)
@@ -248,21 +250,12 @@ def measure_rank(rank: int, _: Path, arguments: argparse.Namespace) -> dict[str,
     return found
 
 
-def as_ratios(seconds: dict[str, float], buckets: int) -> dict[str, Any]:
-    """Microseconds per bucket without backward, and their ratio to the baseline."""
-    net = {name: value - seconds[BACKWARD] for name, value in seconds.items() if name != BACKWARD}
-    return {
-        name: {"us_per_bucket": 1e6 * value / buckets, "ratio": value / net[BASELINE]} for name, value in net.items()
-    }
-
-
 def report(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
     """Print a table, and write JSON if asked."""
     if arguments.modules:
-        rows = [["", "modules", "which"], *([name, str(len(rows)), " ".join(rows)] for name, rows in found.items())]
+        rows = [["", "modules", "which"], *([name, str(len(row)), " ".join(row)] for name, row in found.items())]
     elif arguments.syncs:
-        others = ([name, str(sum(row.values())), repr(row)] for name, row in found.items())
-        rows = [["", "syncs", "which"], *others]
+        rows = [["", "syncs", "which"], *([name, str(sum(row.values())), repr(row)] for name, row in found.items())]
     else:
         times = ([name, f"{row['us_per_bucket']:.0f}", f"{row['ratio']:.2f}"] for name, row in found.items())
         rows = [["", "us per bucket", "ratio"], *times]
@@ -272,7 +265,6 @@ def report(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Parse the arguments and start the ranks."""
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="rounds of a step of each variant (%(default)s)")
     parser.add_argument("--buckets", type=int, default=56, help="buckets of a step (%(default)s)")
