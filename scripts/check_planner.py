@@ -37,11 +37,11 @@ class Machine:
     host_bandwidth: dict[int, float]  # of an all-reduce, by ranks on a core: recipes/multi_node/check_link.py
     latency: float  # of an all_reduce of two values by gloo
     earlier: tuple[str, ...] = ()  # methods that were measured with kernels of more passes
-    settled: bool = True  # False: low-bit gradients were measured with errors written during backward
+    deferred: bool = False  # low-bit gradients were measured with errors that are written after backward
     copies: int = 0  # bytes per parameter for DDP's copies of gradients, which the compute-only step makes alone
 
 
-EPYC = Machine(63.4e9, 3.36e-9, {1: 1.61e9, 2: 1.19e9}, 160e-6, ("zero2_int4", "zero2_int4_levels"), settled=False)
+EPYC = Machine(63.4e9, 3.36e-9, {1: 1.61e9, 2: 1.19e9}, 160e-6, ("zero2_int4", "zero2_int4_levels"), deferred=True)
 XEON = Machine(38.7e9, None, {1: 1.32e9, 2: 0.964e9}, 212e-6, copies=16)
 RESULTS = REPOSITORY / "scripts" / "results"
 FILES = [*sorted(RESULTS.glob("network*.json")), RESULTS / "avx512.json"]
@@ -74,12 +74,12 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
     predictions = {
         "ddp": model.ddp,
         "fp16": lambda: model.ddp(2),
-        "int4": lambda: model.low_bit(4, settled=machine.settled),
-        "int8": lambda: model.low_bit(8, settled=machine.settled),
+        "int4": lambda: model.low_bit(4, deferred=machine.deferred),
+        "int8": lambda: model.low_bit(8, deferred=machine.deferred),
         "zero2": model.zero,
         "zero2_int4": lambda: model.zero_low_bit(4),
         "onebit_adam": lambda: model.compressed(onebit_adam),
-        "onebit_adam_zero2": lambda: model.compressed(onebit_adam, early=True),
+        "onebit_adam_zero2": lambda: model.compressed(onebit_adam, during_backward=True),
         "zero_one_adam": lambda: model.local_steps(LONGEST_INTERVAL),
         "onebit_lamb": lambda: model.compressed(ONEBIT_LAMB),
     }

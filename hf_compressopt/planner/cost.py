@@ -237,29 +237,28 @@ class Model:
         apply = 2 * FLOAT_BYTES / ranks + message + 2 * grad
         return self._partitioned(*self._phases(IntegerFormat(bits), grad), make, apply)
 
-    def compressed(self, passes: Passes, *, early: bool = False) -> Step:
-        """A step with a compressed message, (4); with ``early`` messages leave during backward, (5)."""
+    def compressed(self, passes: Passes, *, during_backward: bool = False) -> Step:
+        """A step with a compressed message, (4), or one that is sent during backward, (5)."""
         first, then = self._phases(SignFormat(self.training.scale_block))
         bucket = first + then
         messages = bucket * self.buckets
         serve = 2 + 8 / self.cluster.ranks  # average this rank's share of all signs; read and write its error
         make = passes.compress + self._node_passes + serve
-        if early:
+        if during_backward:
             seconds = self._overlapped(messages, bucket, make) + self._over_memory(passes.apply)
         else:
             seconds = self.alone(passes).seconds + self._pipelined(make + passes.apply, messages)
         return replace(messages, seconds=seconds)
 
-    def low_bit(self, bits: int, *, settled: bool = True) -> Step:
-        """A step of DDP with gradients in messages of 4 or 8 bits, (5)."""
+    def low_bit(self, bits: int, *, deferred: bool = False) -> Step:
+        """A step of DDP with gradients in messages of 4 or 8 bits, (5); ``deferred`` errors wait for backward's end."""
         ranks, grad, message = self.cluster.ranks, self.training.itemsize, bits / 8
         first, then = self._phases(IntegerFormat(bits))
         bucket = first + then
         messages = bucket * self.buckets
-        if settled:
-            # gradient, error -> message, error; messages, server error -> message, server error; message -> gradient
-            make, finish = 2 * grad + 2 + 3 * message + 2 / ranks, 0.0
-        else:
+        # gradient, error -> message, error; messages, server error -> message, server error; message -> gradient
+        make, finish = 2 * grad + 2 + 3 * message + 2 / ranks, 0.0
+        if deferred:
             # gradient, error -> message; messages, server error -> message, new server error
             make = grad + FLOAT_BYTES + 2 * message + 8 / ranks
             # gradient, error, both messages -> error, gradient; new server error -> server error
@@ -272,10 +271,10 @@ class Model:
         bits = self.training.warmup_bits
         if bits not in INTEGER_BITS:
             return self.ddp(min(bits // 8, self.training.itemsize))
-        step, in_full = self.low_bit(bits, settled=False), self.training.in_full * self.training.itemsize
+        step, in_full = self.low_bit(bits, deferred=True), self.training.in_full * self.training.itemsize
         return step + ring(self.cluster, in_full, passes=2) if in_full else step
 
-    def shared_out(self, *, early: bool = False) -> Step:
+    def shared_out(self, *, during_backward: bool = False) -> Step:
         """A step of a compressed optimizer's warmup stage with ``zero_stage``: (4), with messages of integers."""
         ranks, grad, message = self.cluster.ranks, self.training.itemsize, self.training.warmup_bits / 8
         first, then = self._phases(IntegerFormat(self.training.warmup_bits))
@@ -284,7 +283,7 @@ class Model:
         make = grad + 2 + 2 * message + FLOAT_BYTES / ranks + self._node_passes
         apply = message + 2 * grad  # message, p -> p
         messages = scattered + gathered
-        if early:
+        if during_backward:
             seconds = self._overlapped(scattered, first, make) + self._pipelined(apply, gathered)
         else:
             seconds = self.forward + self.backward + self._over_memory(_NORM) + self._pipelined(make + apply, messages)

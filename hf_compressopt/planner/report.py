@@ -30,8 +30,8 @@ FSDP2 = ("FSDP2", "FSDP2, int4 gradients", "FSDP2, int4 both ways")
 #: The forms of a compressed optimizer's state: "float32", the two stages of "compact", and those with
 #: a zero_stage. With ``zero_stage=2`` they are what is held from the backward pass to the step.
 FLOAT32, COMPACT_FIRST, COMPACT_THEN = "float32", "compact, warmup stage", "compact, then"
-ZERO_FIRST = "zero_stage=1, warmup stage"
-ZERO_FREED_FIRST, ZERO_FREED_THEN = "zero_stage=2, warmup stage", "zero_stage=2, then"
+ZERO1_FIRST = "zero_stage=1, warmup stage"
+ZERO2_FIRST, ZERO2_THEN = "zero_stage=2, warmup stage", "zero_stage=2, then"
 _HALF_BYTES = 2
 _ENOUGH_STEPS = 100_000  # the stages have the same shares in a longer run
 _WHOLE_RUN, _EVERY_STEP = "whole run", "every step"
@@ -94,9 +94,9 @@ class Buckets:
         then = own + momentum + self.params + self.errors  # a byte for the variance
         found = {FLOAT32: own + moments + float_errors, COMPACT_FIRST: own + moments + self.errors, COMPACT_THEN: then}
         if 1 in optimizer_class.zero_stages and several:
-            found[ZERO_FIRST] = own + shard + self.errors
-            found[ZERO_FREED_FIRST] = own + shard + self.errors + self.worker_errors  # new errors wait for the step
-            found[ZERO_FREED_THEN] = then + self.errors + momentum  # and so do the new messages
+            found[ZERO1_FIRST] = own + shard + self.errors
+            found[ZERO2_FIRST] = own + shard + self.errors + self.worker_errors  # new errors wait for the step
+            found[ZERO2_THEN] = then + self.errors + momentum  # and so do the new messages
         return found
 
 
@@ -123,11 +123,11 @@ def memory_rows(
         errors = 2 * Buckets(params, world_size, bucket_numel).worker_errors
         for name, replicas, held in zip(FSDP2, (0, 0, full), (0, errors, errors), strict=True):
             estimates[name] = MemoryEstimate(shard[0] + replicas, shard[1], shard[2] + held, plain.buckets)
-    freed = {ZERO_FREED_FIRST: FLOAT_BYTES * buckets.own_elements, ZERO_FREED_THEN: 0}
+    gradients = {ZERO2_FIRST: FLOAT_BYTES * buckets.own_elements, ZERO2_THEN: 0}
     for cls in ALGORITHMS.values():
         for form, held in buckets.states(cls).items():
-            waiting = bucket_numel * dtype.itemsize if form in freed else 0
-            estimates[f"{cls.__name__}, {form}"] = MemoryEstimate(full, freed.get(form, full), held, waiting)
+            waiting = bucket_numel * dtype.itemsize if form in gradients else 0
+            estimates[f"{cls.__name__}, {form}"] = MemoryEstimate(full, gradients.get(form, full), held, waiting)
     return {name: {part: getattr(memory, part) for part in MEMORY} for name, memory in estimates.items()}
 
 
@@ -168,7 +168,7 @@ class Way:
         return list(self.stages.values())[-1]
 
 
-def ways(model: Model, steps: int, warmup_bits: int | None = None) -> list[Way]:
+def ways(model: Model, steps: int, warmup_bits: int | None) -> list[Way]:
     """All ways to train for so many steps, the smallest change of a training first; ``warmup_bits`` may be None."""
     itemsize, both = model.training.itemsize, "grad_compression=int4,param_compression=int4"
     plain = [(f"DDP, {8 * itemsize}-bit gradients", _ADAMW, "no ZeRO", model.ddp())]
@@ -187,7 +187,7 @@ def ways(model: Model, steps: int, warmup_bits: int | None = None) -> list[Way]:
         flags = f"--optim {optim}" + f" --optim_args {','.join(given)}" * bool(given)
         own = signature(cls).parameters.get("state")
         is_compact = (STATE if own is None else own.default) != FLOAT32
-        by_stage = {1: (ZERO_FIRST, COMPACT_THEN), 2: (ZERO_FREED_FIRST, ZERO_FREED_THEN)}
+        by_stage = {1: (ZERO1_FIRST, COMPACT_THEN), 2: (ZERO2_FIRST, ZERO2_THEN)}
         forms = by_stage.get(zero_stage, (COMPACT_FIRST, COMPACT_THEN) if is_compact else (FLOAT32,))
         name = f"{cls.__name__}, ZeRO-{zero_stage}" if zero_stage else cls.__name__
         return Way(name, flags, [f"{cls.__name__}, {form}" for form in forms], stages)
@@ -207,9 +207,9 @@ def _is_low_bit(model: Model) -> bool:
 
 def _onebit(model: Model, name: str, steps: int, zero_stage: int = 0) -> dict[str, Step]:
     schedule = ALGORITHMS[name].schedule_class().fitted(steps, (), low_bit=_is_low_bit(model))
-    first, early = min(schedule.last_warmup_step, steps), zero_stage == 2
-    averaged = model.shared_out(early=early) if zero_stage else model.averaged()
-    compressed = model.compressed(_PASSES[name], early=early)
+    first, sent = min(schedule.last_warmup_step, steps), {"during_backward": zero_stage == 2}
+    averaged = model.shared_out(**sent) if zero_stage else model.averaged()
+    compressed = model.compressed(_PASSES[name], **sent)
     whole = average([(first, averaged), (steps - first, compressed)])
     return {"warmup": averaged, "compressed": compressed, _WHOLE_RUN: whole}
 

@@ -130,9 +130,9 @@ def test_a_compressed_step_is_a_pipeline_of_passes_and_messages(bandwidth: float
 
 
 @pytest.mark.parametrize("bandwidth", [1e8, 1e9, 1e10, 1e12])
-@pytest.mark.parametrize(("settled", "made", "finished"), [(True, 8 + 2 + 1.5 + 1, 0), (False, 8 + 1 + 4, 16 + 1 + 4)])
+@pytest.mark.parametrize(("deferred", "made", "finished"), [(False, 8 + 2 + 1.5 + 1, 0), (True, 8 + 1 + 4, 16 + 1 + 4)])
 def test_low_bit_gradients_leave_during_the_backward_pass(
-    settled: bool, made: float, finished: float, bandwidth: float
+    deferred: bool, made: float, finished: float, bandwidth: float
 ) -> None:
     """A processor that computes and makes messages, and a link; in the warmup stage errors are written at the end."""
     count, numel = 32, 6_553_600
@@ -144,7 +144,7 @@ def test_low_bit_gradients_leave_during_the_backward_pass(
         computed += model.backward / count + make
         link = max(link, computed) + sent
     finish = model.cluster.pass_seconds(finished * count * numel)
-    step = model.low_bit(4, settled=settled)
+    step = model.low_bit(4, deferred=deferred)
     assert step.seconds == pytest.approx(link + finish + model.update, rel=2e-3)
     assert model.low_bit(8).sent == pytest.approx(count * numel * (1 + 2 / 128), rel=1e-3)
 
@@ -397,7 +397,7 @@ def test_a_models_folder_tells_its_parameters_without_weights(
 @pytest.mark.parametrize("bits", [4, 8, 16, 32])
 def test_warmup_stages_average_gradients_in_warmup_bits(bits: int, capsys: pytest.CaptureFixture[str]) -> None:
     facts, model = facts_of(capsys, *WORDS, *NETWORK, "--warmup-bits", str(bits)), four_nodes()
-    step = model.low_bit(bits, settled=False) if bits <= 8 else model.ddp(bits // 8)
+    step = model.low_bit(bits, deferred=True) if bits <= 8 else model.ddp(bits // 8)
     assert facts["assumptions"]["warmup_bits"] == bits
     for name, stage in (("OnebitAdam", "warmup"), ("OnebitLamb", "warmup"), ("ZeroOneAdam", "variance")):
         assert facts["steps"][name][stage].items() <= asdict(step).items(), name
