@@ -43,21 +43,7 @@ from _common import Variants, medians, on_ranks, parser_of, print_table
 from torch import Tensor
 
 from hf_compressopt import FusedAdam, OnebitAdam, kernels
-from hf_compressopt.kernels import (
-    SKETCH_NUMEL,
-    AdamUpdate,
-    Average,
-    Combination,
-    Descent,
-    IntegerFormat,
-    LambMoments,
-    LambOptions,
-    LocalUpdate,
-    ParameterSync,
-    Segment,
-    SignFormat,
-    library,
-)
+from hf_compressopt.kernels import Combination, IntegerFormat, Segment, SignFormat, library
 from hf_compressopt.kernels.compact import CompactErrors, Errors, LogVariance, encode_variance_
 
 CPU = torch.device("cpu")
@@ -95,19 +81,19 @@ def sign_cases(numel: int, device: torch.device, dtype: torch.dtype) -> list[Cas
         torch.zeros(SignFormat(block).nbytes(numel), dtype=torch.uint8, device=device) for block in (BLOCK, None, BLOCK)
     )
     kernels.on(device).compress_(SignFormat(BLOCK), Combination.of(x), error, message, 1, error)
-    y, received = Average(numel, SignFormat(BLOCK), message, 1, message.numel()), message.repeat(max(AVERAGED))
+    y, received = kernels.Average(numel, SignFormat(BLOCK), message, 1, message.numel()), message.repeat(max(AVERAGED))
     momentum = Combination(numel, device, x, 0.9, grads, 0.1)
     last = Combination(numel, device, None, 0.9, grads, 0.1, last=y)
     compact, codes = CompactErrors.zeros(numel, 1, device), torch.zeros(numel, dtype=torch.uint8, device=device)
     exponent = torch.tensor([encode_variance_(v, codes)], dtype=torch.int32, device=device)
-    descent, lamb = Descent(1e-6, 1 - 1e-5, 1e-8, False), LambOptions(0.9, 0.999, 1e-8, 0.01, False)
+    descent, lamb = kernels.Descent(1e-6, 1 - 1e-5, 1e-8, False), kernels.LambOptions(0.9, 0.999, 1e-8, 0.01, False)
     factors, rates = torch.ones(1, device=device), torch.full((1,), 1e-6, device=device)
     sums = torch.zeros(1, 3, dtype=torch.float64, device=device)
-    adam = AdamUpdate(y, out, v, params, descent)
-    small_adam = AdamUpdate(y, None, LogVariance(codes, exponent), params, descent)
-    local_step = LocalUpdate(out, v, u, grads, params, 0.9, descent)
-    sync = ParameterSync(y, out, anchor, v, u, params, 1.0, descent)
-    moments = LambMoments(y, out, x, v, params, factors, sums, lamb)
+    adam = kernels.AdamUpdate(y, out, v, params, descent)
+    small_adam = kernels.AdamUpdate(y, None, LogVariance(codes, exponent), params, descent)
+    local_step = kernels.LocalUpdate(out, v, u, grads, params, 0.9, descent)
+    sync = kernels.ParameterSync(y, out, anchor, v, u, params, 1.0, descent)
+    moments = kernels.LambMoments(y, out, x, v, params, factors, sums, lamb)
     kernel = partial(call_of, device)
 
     def compress(z: Combination, out: Tensor, block: int | None, error: Errors = error) -> Callable[[], object]:
@@ -146,7 +132,8 @@ def integer_cases(numel: int, device: torch.device) -> list[Case]:
         message = torch.zeros(form.nbytes(numel), dtype=torch.uint8, device=device)
         cases = low_bit_cases(form, z, message, error, out)
         found += [replace(case, name=f"int{bits}: {case.name}") for case in cases]
-    sketch, squares = torch.zeros(SKETCH_NUMEL, device=device), torch.zeros((), dtype=torch.float64, device=device)
+    sketch = torch.zeros(kernels.SKETCH_NUMEL, device=device)
+    squares = torch.zeros((), dtype=torch.float64, device=device)
     return [
         *found,
         Case("sum of squares", lambda: kernels.sum_of_squares([grad], device), 4, "dot(a, b)"),
@@ -158,7 +145,7 @@ def low_bit_cases(form: IntegerFormat, z: Combination, message: Tensor, error: T
     """The kernels of a format."""
     sent, compact = message.numel() / out.numel(), CompactErrors.zeros(out.numel(), 1, out.device)
     kernels.on(out).compress_(form, z, error, message, 1)
-    messages, y = message.repeat(max(AVERAGED)), Average(out.numel(), form, message, 1, message.numel())
+    messages, y = message.repeat(max(AVERAGED)), kernels.Average(out.numel(), form, message, 1, message.numel())
     served, small, kernel = torch.zeros_like(message), ", errors in 8 bits", partial(call_of, out.device)
 
     def average(name: str, count: int, error: Errors, new_error: Errors, each: float, like: str) -> Case:
