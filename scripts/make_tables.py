@@ -262,11 +262,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "step": partial(other, "step", "step", "ms"),
     "host": partial(other, "host", "step", "µs = us", "ratio"),
     "fused adam": partial(
-        other,
-        "fused_adam",
-        "ms = case",
-        "FusedAdam",
-        *(f"torch, {name} = torch {name}" for name in ("fused", "foreach")),
+        other, "fused_adam", "ms = case", "FusedAdam", "torch, fused = torch fused", "torch, foreach = torch foreach"
     ),
     "zero memory": partial(
         other, "zero_memory", "method", "parameters", "gradients", "state = states", "other", "all", "sent"
@@ -290,11 +286,8 @@ def rendered(text: str) -> str:
 
 def pages() -> list[Path]:
     """The pages that may have tables."""
-    return [
-        REPOSITORY / "README.md",
-        *sorted((REPOSITORY / "docs").rglob("*.md")),
-        *sorted((REPOSITORY / "recipes").glob("*/README.md")),
-    ]
+    found = (REPOSITORY.glob(pattern) for pattern in ("README.md", "docs/**/*.md", "recipes/*/README.md"))
+    return [page for paths in found for page in sorted(paths)]
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------
