@@ -22,12 +22,12 @@ from hf_compressopt.optim.late import LATE_CLIP
 from tests.checkpoint.test_resharding import stored
 from tests.oracles.cases import bucket_cap
 from tests.oracles.steps import same, tensors_in
-from tests.support.ddp_runs import CLIP, FREEZE, STEPS, Net, backward, end_step, loss_of, make, scaler_of
+from tests.support.ddp_runs import CLIP, FREEZE, STEPS, Net, backward, end_step, loss_of, make, scaler_of, tensors_of
 from tests.support.family import go_on
 from tests.support.family import make as make_by_hand
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.memory import MIB, peak_beyond
-from tests.support.spreading import Share
+from tests.support.spreading import Share, spread
 
 ZERO_1, ZERO_2 = {"zero_stage": 1}, {"zero_stage": 2}
 
@@ -349,8 +349,7 @@ def check_bits(rank: int, name: str, given: dict[str, Any]) -> None:
                 kept = {id(p) for g in optimizer.param_groups if g["non_freeze"] for p in g["params"]}
                 assert all(p.grad is None for p in net.parameters() if id(p) not in kept) != late, name
             end_step(optimizer, scaler)
-        first, second = (everything(list(net.parameters()), optimizer) for net, optimizer in pairs)
-        assert all(any(torch.equal(a, b) for b in second) for a in first), (name, step)
+        assert same(*(tensors_of(*pair) for pair in pairs)), (name, step)
     (_, one), (net, two) = pairs
     assert two.plan.stage.number == 1, name
     assert one.traffic.total_bytes == two.traffic.total_bytes > 0, f"{name}: not a byte more"
@@ -358,23 +357,11 @@ def check_bits(rank: int, name: str, given: dict[str, Any]) -> None:
 
 
 @pytest.mark.invariant(1)
-@pytest.mark.parametrize(
-    ("world_size", "share"),
-    [
-        pytest.param(2, Share(0, 3), id="2-share"),
-        pytest.param(3, Share(1, 3), id="3-share"),
-        *(pytest.param(ranks, Share(0, 1), id=f"{ranks}", marks=pytest.mark.full) for ranks in (2, 3)),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "share"), [*spread(shared=(2, 3)), (4, None)])
 @on_ranks(timeout=300)
-def test_without_clipping_the_bits_are_those_of_stage_1(rank: int, world_size: int, share: Share) -> None:
-    for name in share.of(VARIANTS):
-        check_bits(rank, name, {})
-
-
-@on_ranks(4, timeout=300)
-def test_in_two_levels_too(rank: int, world_size: int) -> None:
-    check_bits(rank, "other graphs", TWO_LEVELS)
+def test_without_clipping_the_bits_are_those_of_stage_1(rank: int, world_size: int, share: Share | None) -> None:
+    for name in share.of(VARIANTS) if share else ["other graphs"]:
+        check_bits(rank, name, {} if share else TWO_LEVELS)
 
 
 # -- clipping ---------------------------------------------------------------------------------------------------------
