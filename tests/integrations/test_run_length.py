@@ -1,4 +1,4 @@
-"""The length of the run reaches the schedule, and a run that compresses nothing says so once."""
+"""The length of the run reaches the schedule, and the log says once what is compressed, or that nothing is."""
 
 from pathlib import Path
 from typing import Any
@@ -67,14 +67,13 @@ def test_what_the_plugin_leaves_alone_is_said_once(cls: str) -> None:
     assert [sum("stays as it is" in line for line in rank["lines"]) for rank in found] == [1, 0]
 
 
-def trainer_run(
-    rank: int, world_size: int, directory: str, arguments: dict[str, Any], out_of_memory: bool
-) -> dict[str, Any]:
-    failed = []
+def trainer_run(rank: int, world_size: int, directory: str, arguments: dict[str, Any], fails: int) -> dict[str, Any]:
+    """A run, of which so many sizes of batches fail for want of memory."""
+    sizes: set[int] = set()
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
-        if out_of_memory and trainer._train_batch_size > 2:
-            failed.append(trainer._train_batch_size)
+        sizes.add(trainer._train_batch_size)
+        if len(sizes) <= fails:
             raise RuntimeError("CUDA out of memory.")
         return step(*args, **kwargs)
 
@@ -83,24 +82,20 @@ def trainer_run(
         step = trainer.training_step
         trainer.training_step = training_step
         trainer.train()
-    inner = trainer.optimizer.optimizer
-    return {
-        "steps": trainer.state.max_steps,
-        "schedule": inner.schedule.options(),
-        "stage": inner.last_plan.stage.number,
-        "lines": lines,
-        "failed": failed,
-    }
+    found = {"steps": trainer.state.max_steps, "size": trainer._train_batch_size, "lines": lines}
+    if schedule := getattr(trainer.optimizer.optimizer, "schedule", None):
+        found |= {"schedule": schedule.options(), "stage": trainer.optimizer.optimizer.last_plan.stage.number}
+    return found
 
 
 @pytest.mark.parametrize("name", ["onebit_adam", pytest.param("zero_one_adam", marks=pytest.mark.full)])
 def test_auto_find_batch_size_fits_the_schedule_to_the_run_that_is_taken(name: str, tmp_path: Path) -> None:
     epoch = {"max_steps": -1, "num_train_epochs": 1, "optim": name}
-    trying = {**epoch, "auto_find_batch_size": True, "per_device_train_batch_size": 16}
-    found = run_ranks(2, trainer_run, str(tmp_path), trying, True, timeout=120)[0]
-    fresh = {**epoch, "per_device_train_batch_size": 2}
-    plain = run_ranks(2, trainer_run, str(tmp_path), fresh, False, timeout=120)[0]
-    assert found["failed"] and found["steps"] == plain["steps"] > 20 and found["schedule"] == plain["schedule"]
+    trying = {**epoch, "auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    found = run_ranks(2, trainer_run, str(tmp_path), trying, 2, timeout=120)[0]
+    fresh = {**epoch, "per_device_train_batch_size": found["size"]}
+    plain = run_ranks(2, trainer_run, str(tmp_path), fresh, 0, timeout=120)[0]
+    assert found["steps"] == plain["steps"] > 20 and found["schedule"] == plain["schedule"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +106,7 @@ def test_trainer_says_once_that_nothing_is_compressed(
 ) -> None:
     options = f"freeze_step={freeze_step},warmup_bits=32"
     arguments = {"optim": "onebit_adam", "optim_args": options, "max_steps": 8}
-    found = run_ranks(world_size, trainer_run, str(tmp_path), arguments, False, timeout=120)
+    found = run_ranks(world_size, trainer_run, str(tmp_path), arguments, 0, timeout=120)
     for words in ("compresses nothing", "runs on one rank"):
         counts = [sum(words in line for line in rank["lines"]) for rank in found]
         assert counts == [int(words == said)] + [0] * (world_size - 1)
@@ -134,13 +129,33 @@ def test_trainer_ends_the_warmup_stage_by_the_length_of_the_run(
 ) -> None:
     arguments = {"optim": name, "optim_args": f"warmup_bits={bits}", "max_steps": steps, "warmup_steps": lr_warmup}
     arguments["adam_beta2"] = beta2
-    found = run_ranks(2, trainer_run, str(tmp_path), {**arguments, "save_strategy": "no"}, False, timeout=300)
+    found = run_ranks(2, trainer_run, str(tmp_path), {**arguments, "save_strategy": "no"}, 0, timeout=300)
     said = [sum(f"the warmup stage takes all {steps} steps" in line for line in rank["lines"]) for rank in found]
     switches = [sum(f"freeze_step=auto: found {switch} " in line for line in rank["lines"]) for rank in found]
     assert (said, switches) == (([0, 0], [1, 0]) if switch else ([1, 0], [0, 0]))
     assert [rank["schedule"]["freeze_step"] for rank in found] == [switch or "auto"] * 2
     assert [rank["stage"] for rank in found] == [float(switch is not None)] * 2
     assert not any("compresses nothing" in line or "learnt little" in line for rank in found for line in rank["lines"])
+
+
+def test_the_log_says_once_what_was_attached_and_after_a_step_what_it_saves(tmp_path: Path) -> None:
+    trying = {"auto_find_batch_size": True, "per_device_train_batch_size": 8, "num_train_epochs": 3, "max_steps": -1}
+    rows = [
+        ({"optim": "onebit_adam", "optim_args": "freeze_step=5"}, 0, "OnebitAdam", "compressed from step 6"),
+        ({"optim": "onebit_adam", "optim_args": "warmup_bits=8"}, 0, "OnebitAdam", "takes all 8 steps"),
+        ({"optim": "onebit_adam", **trying, "optim_args": "freeze_step=5"}, 2, "OnebitAdam", "compressed from step 6"),
+        ({"optim_args": "grad_compression=int4", **trying}, 2, "GradientCompression", "int4"),
+        ({"optim": "zero2_adamw", "optim_args": "grad_compression=int8"}, 0, "ZeRO stage 2", "gradients as int8"),
+    ]
+    for arguments, fails, name, said in rows:
+        ranks = [rank["lines"] for rank in run_ranks(2, trainer_run, str(tmp_path), arguments, fails, timeout=120)]
+        found = [[line for line in lines if "attached" in line or "fewer" in line] for lines in ranks]
+        assert found[1] == [] and len(found[0]) == 2, found
+        assert found[0][0].startswith(f"attached {name}") and said in found[0][0]
+        ratio = "3.5x" if "warmup_bits=8" in str(arguments) else "7.8x" if "int4" in said else "6.1x"  # 4 % are vectors
+        assert found[0][1].startswith("full precision would send 65 kB a step, this run sends "), found[0][1]
+        saved = f"({ratio} fewer)" if "ZeRO" not in name else "(1.4x fewer); 97 kB of state on this rank, not 130 kB"
+        assert found[0][1].endswith(saved), found[0][1]
 
 
 @pytest.mark.parametrize("scaled", [False, True])
