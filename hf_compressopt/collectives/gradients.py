@@ -359,8 +359,7 @@ def average_params(
     mine = [0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else 2.0 for p in params]
     found = numbers_on(communicator.device, mine)
     communicator.all_reduce(found, op="max").wait()
-    unread = done is not None and not reads_at_once(found.device) and set(mine) <= {1.0}
-    kinds = mine if unread else found.tolist()
+    kinds = mine if done is not None and set(mine) <= {1.0} else found.tolist()
     if 2.0 in kinds:
         raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
     rows = [p for p, kind in zip(params, kinds, strict=True) if kind]

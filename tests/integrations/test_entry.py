@@ -225,14 +225,19 @@ def test_average_gradients_takes_missing_gradients_for_zero(rank: int, world_siz
 @on_ranks(2)
 def test_misuse_is_refused_on_all_ranks(rank: int, world_size: int) -> None:
     model, table = network(), nn.Embedding(3, 2, sparse=rank == 1)
-    table(torch.tensor([1])).sum().backward()
+    tables = nn.Embedding(3, 2, sparse=True)
+    (table(torch.tensor([1])) + tables(torch.tensor([1]))).sum().backward()
     adam, sgd = OnebitAdam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
     refused: list[tuple[Any, type[Exception], str]] = [
         (lambda: attach_ddp(model, adam), TypeError, "model must be a DistributedDataParallel"),
         (lambda: attach_ddp(DistributedDataParallel(model), sgd), TypeError, "optimizers must be compressed"),
         (lambda: average_gradients(adam, dist.group.WORLD), ValueError, "process_group belongs to parameters"),
         (lambda: average_gradients(table.parameters()), TypeError, "sparse gradients are not supported"),
-        (GradientCompression(table.parameters()).average_gradients, TypeError, "sparse gradients are not supported"),
+        (
+            GradientCompression(tables.parameters()).average_gradients,
+            TypeError,
+            "sparse gradients are not supported",
+        ),
     ]
     for call, kind, said in refused:
         with pytest.raises(kind, match=f"^{said}"):
