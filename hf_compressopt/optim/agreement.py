@@ -32,7 +32,7 @@ from hf_compressopt.kernels.memory import holds_values, in_memory, numbers_on
 from hf_compressopt.optim.group import GroupState, by_communicator, has_own_groups
 from hf_compressopt.optim.math import bit_sum
 from hf_compressopt.optim.options import DTYPES
-from hf_compressopt.schedules import StepPlan
+from hf_compressopt.schedules import Stage, StepPlan
 
 if TYPE_CHECKING:
     from hf_compressopt.optim.late import EarlyMessages
@@ -638,7 +638,8 @@ class Consensus:
             digests.append(self.gradient_digest(gradients.groups))
         faults = torch.full_like(squares[0], float(gradients.fault is not None))
         means, sketch = ([], None) if mean is None else mean.contributions()
-        numbers, beside = [faults, squares[0], squares[-1], *means], self.warmup.largest_variances(plan)
+        numbers = [faults, squares[0], squares[-1], *means]
+        beside = self.warmup.largest_variances(plan) if plan.stage is Stage.VARIANCE else None
         sums, alike = self.communicator.sum_and_compare(numbers, digests, sketch, beside)
         if beside is not None:
             sums, self.read = sums[: -len(beside)], sums[-len(beside) :]
