@@ -81,7 +81,8 @@ class GradientNoise:
 
     def square_ratio(self, share: float) -> float:
         """Return (3) for 1 / W = ``share``, in [share, 1]; 1 before the first measurement."""
-        common = 1.0 if self.common is None else min(1.0, max(0.0, self.common))
+        measured = self.common
+        common = 1.0 if measured is None else min(1.0, max(0.0, measured))
         return common + (1 - common) * share
 
 

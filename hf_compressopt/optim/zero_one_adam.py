@@ -54,11 +54,28 @@ class LocalInterval:
         self._mark: Tensor | None = None  # [parameters] int64; None: whatever the parameters are, they are expected
         self._written: Tensor | None = None  # [] bool
         self._alike = False  # the mean is in the place of the ranks' own parameters until the next step
+        self._since_sync: dict[int, tuple[float, float]] = {}  # what the groups' lr_sum and decay are, for the host
         self._settled: dict[Tensor, bool] = {}  # parameters that were averaged after they had been frozen
 
     @property
     def _compressed(self) -> list[GroupState]:
         return [state for state in self.states if state.compressed]
+
+    # -- learning rates -----------------------------------------------------------------------------------------------
+
+    def since_sync(self, state: GroupState) -> tuple[float, float]:
+        """Return the sum of learning rates and the decay of a group since the last sync."""
+        return self._since_sync.get(state.number, (0.0, 1.0))
+
+    def advance(self, state: GroupState, lr_sum: float, decay: float) -> None:
+        self._since_sync[state.number] = lr_sum, decay
+        state.group_extra["lr_sum"].fill_(lr_sum)
+        state.group_extra["decay"].fill_(decay)
+
+    def state_loaded(self) -> None:
+        self.expect_anything()
+        for state in self._compressed:
+            self._since_sync[state.number] = float(state.group_extra["lr_sum"]), float(state.group_extra["decay"])
 
     # -- values that others write -------------------------------------------------------------------------------------
 
@@ -95,7 +112,7 @@ class LocalInterval:
 
     def is_apart(self) -> bool:
         """Return whether each rank has its own parameters in place. No collective call; alike on all ranks."""
-        inside = any(_since_sync(state)[0] != 0 and state.own_params is None for state in self._compressed)
+        inside = any(self.since_sync(state)[0] != 0 and state.own_params is None for state in self._compressed)
         return inside and not self._alike and any(state.communicator.world_size > 1 for state in self._compressed)
 
     def begin_step(self) -> None:
@@ -173,7 +190,7 @@ class LocalInterval:
         for index, param in enumerate(state.params):
             state.view(state.extra["anchor"], index).copy_(param)
         state.extra["local_update"].zero_()
-        _end_interval(state)
+        self.advance(state, 0.0, 1.0)
 
     def sync_by_average(self) -> None:
         """Average parameters and momentum in full precision, and begin an interval. All ranks call."""
@@ -200,16 +217,6 @@ class LocalInterval:
                     param.copy_(anchor + distance)
                     anchor.copy_(param)
                 self._settled[param] = not param.requires_grad
-
-
-def _since_sync(state: GroupState) -> tuple[float, float]:
-    """Return the sum of learning rates and the decay since the last sync; both lie in host memory."""
-    return float(state.group_extra["lr_sum"]), float(state.group_extra["decay"])
-
-
-def _end_interval(state: GroupState) -> None:
-    state.group_extra["lr_sum"].zero_()
-    state.group_extra["decay"].fill_(1.0)
 
 
 def _average_(tensor: Tensor, state: GroupState) -> None:
@@ -291,8 +298,7 @@ class ZeroOneAdam(CompressedOptimizer):
         }
         super().__init__(params, lr, **options)
         self._interval = LocalInterval(self._states, self.traffic)
-        self._divisors: dict[int, Tensor] = {}  # of the step under way, by param group, as the next one
-        self._lr_sums: dict[int, float] = {}
+        self._divisors: dict[int, Tensor] = {}  # of the step under way, by param group
 
     # -- variance stage -----------------------------------------------------------------------------------------------
 
@@ -337,8 +343,8 @@ class ZeroOneAdam(CompressedOptimizer):
             if plan.stage is not Stage.LOCAL_STEP:
                 self._divisors[state.number] = _corrections(state, counted=False)
                 continue
-            self._lr_sums[state.number], decay = _since_sync(state)
-            bound = (self.max_update or math.inf) * self._lr_sums[state.number]
+            lr_sum, decay = self._interval.since_sync(state)
+            bound = (self.max_update or math.inf) * lr_sum
             self._descents[state.number] = replace(state.descent(), decay=decay, bound=bound)
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
@@ -354,7 +360,9 @@ class ZeroOneAdam(CompressedOptimizer):
                 on.apply_adam_(AdamUpdate(average, m, variance, params, how, beta, corrections))  # (1), (2), (3)
             else:
                 anchor, u = state.extra["anchor"][flat], state.extra["local_update"][flat]
-                update = ParameterSync(average, m, anchor, variance, u, params, self._lr_sums[state.number], how)
+                update = ParameterSync(
+                    average, m, anchor, variance, u, params, self._interval.since_sync(state)[0], how
+                )
                 on.sync_parameters_(update)  # (6), (7)
 
     # -- local-step stage ---------------------------------------------------------------------------------------------
@@ -381,8 +389,8 @@ class ZeroOneAdam(CompressedOptimizer):
             moments = state.exp_avg[flat], state.variance(bucket), state.extra["local_update"][flat]
             with state.parameter_segments(bucket) as params:
                 on.local_step_(LocalUpdate(*moments, gradients, params, beta1, how))
-        state.group_extra["lr_sum"] += how.lr
-        state.group_extra["decay"] *= how.decay
+        lr_sum, decay = self._interval.since_sync(state)
+        self._interval.advance(state, lr_sum + how.lr, decay * how.decay)
         state.steps += 1
 
     def _sync(self, plan: StepPlan, states: Sequence[GroupState], written: bool) -> None:
@@ -391,15 +399,15 @@ class ZeroOneAdam(CompressedOptimizer):
         if written:
             return self._interval.sync_by_average()
         # a learning rate that was 0 throughout has moved nothing: there is nothing to send
-        moved = [state for state in states if _since_sync(state)[0] != 0]
+        moved = [state for state in states if self._interval.since_sync(state)[0] != 0]
         self._compressed_step(plan, moved, None)
         for state in moved:
-            _end_interval(state)
+            self._interval.advance(state, 0.0, 1.0)
 
     def _parameters_were_written(self, gradients: Grads | None) -> tuple[bool, bool]:
         """Return whether parameters were written on any rank, and whether this rank's gradients are finite."""
         states = [state for state in self._states if state.compressed and state.own_rank is None]
-        so_far = [_since_sync(state) for state in states]
+        so_far = [self._interval.since_sync(state) for state in states]
         frozen = [[not param.requires_grad for param in state.params] for state in states]
         digest = digest_of((self._consensus.comparison.hyperparameters(), so_far, frozen))
         # two in every message that is counted: a resumed run, which compares once more, sends the same bytes
@@ -459,7 +467,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _state_loaded(self) -> None:
         super()._state_loaded()
-        self._interval.expect_anything()
+        self._interval.state_loaded()
 
     def _before_load(self) -> None:
         """Put each rank's own parameters back: what is loaded goes into these."""
