@@ -360,9 +360,8 @@ class ZeroOneAdam(CompressedOptimizer):
                 on.apply_adam_(AdamUpdate(average, m, variance, params, how, beta, corrections))  # (1), (2), (3)
             else:
                 anchor, u = state.extra["anchor"][flat], state.extra["local_update"][flat]
-                update = ParameterSync(
-                    average, m, anchor, variance, u, params, self._interval.since_sync(state)[0], how
-                )
+                lr_sum, _ = self._interval.since_sync(state)
+                update = ParameterSync(average, m, anchor, variance, u, params, lr_sum, how)
                 on.sync_parameters_(update)  # (6), (7)
 
     # -- local-step stage ---------------------------------------------------------------------------------------------

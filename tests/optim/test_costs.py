@@ -147,8 +147,7 @@ class Fetches(TorchDispatchMode):
         super().__init__()
         self.count = 0
         tensors = getattr(optimizer, "_tensors", {})
-        states = getattr(optimizer, "_states", ())
-        host = [t for state in states for t in (state.steps, *state.group_extra.values())] + [*tensors.values()]
+        host = [*(state.steps for state in getattr(optimizer, "_states", ())), *tensors.values()]
         self.host = {tensor.untyped_storage().data_ptr() for tensor in host}
 
     def note(self, tensor: torch.Tensor) -> None:
