@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +23,7 @@ from rivals import RIVALS, Rival, gradients_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-ROW, EXAMPLES, VALIDATION = 4000, 6000, 240  # characters of a row; examples at most
+ROW, VALIDATION = 4000, 240  # characters of a row; examples at most
 GLOBAL_BATCH = 8  # examples per step, over all ranks
 MAX_GRAD_NORM, WEIGHT_DECAY = 1.0, 0.01
 EVALUATIONS = 10  # per run, where it has the steps for it; of models and texts that are large one
@@ -33,6 +33,7 @@ PARTNER = {"OnebitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OnebitLamb": "Lamb"}
 TOKENIZED_AS = {
     "reference": ("reference", "reference"),
     "library": ("library", "library"),
+    "all of the library": ("all of the library", "all of the library"),
     "reference, after the library": ("reference", "library"),
 }
 AFTER_LIBRARY: dict[str, Any] = {"text": "reference, after the library", "pretrained": True}
@@ -60,10 +61,12 @@ class Model:
     layers: int = 2
     heads: int = 4
     batch: int = GLOBAL_BATCH
+    examples: int = 6000  # at most
 
 
 SMALL = Model(False, 1024, 64)
 LARGER = Model(True, 2048, 64, 1e-3, width=256, layers=4)  # 3.7M parameters
+GPT2_10M = Model(True, 8192, 128, 1e-3, width=320, layers=6, heads=5, examples=16000)
 TINY_BERT, MINILM = Model(False, 1024, 128, 1e-3, batch=32), Model(False, 30522, 64, 2e-4, batch=16)
 SMOLLM2 = Model(False, 49152, 128, 1e-4, batch=4)
 VIT = Model(False, 10, 16, 5e-4, width=64, layers=4, batch=32)  # 0.2M parameters; 16 patches of 2 x 2 pixels
@@ -103,6 +106,7 @@ class Run:
 FLOAT32, COMPACT = {"state": "float32"}, {"state": "compact"}
 ADAM_FAMILY = ("AdamW", "int4", "OnebitAdam", "ZeroOneAdam")
 PRETRAINING = Run("pretraining", "AdamW", text="library")
+PRETRAINED_10M: dict[str, Any] = {"model": GPT2_10M, "text": "all of the library", "steps": 2000}
 BOTH_INT4 = {"stage": 2, "grad_compression": "int4", "param_compression": "int4"}
 
 
@@ -181,6 +185,8 @@ RUNS: dict[str, dict[str, Run]] = {
         *frozen(188, ", digits", model=VIT, text="digits", steps=940),
     ),
     "SmolLM2": named(*every(", SmolLM2", ADAM_FAMILY, model=SMOLLM2, text="library, SmolLM2", steps=200)),
+    "pretraining, 10M": named(*every(", 10M", ADAM_FAMILY, **PRETRAINED_10M)),
+    "pretraining, 10M, rates": rates({"AdamW": (1e-3, 2e-3, 4e-3)}, "{}, 10M, lr {:g}", **PRETRAINED_10M),
     "SmolLM2, rates": rates(
         {"AdamW": (5e-5, 1e-4, 2e-4)}, "{}, SmolLM2, lr {:g}", model=SMOLLM2, text="library, SmolLM2", steps=200
     ),
@@ -199,11 +205,11 @@ RUNS: dict[str, dict[str, Run]] = {
     ),
 }
 #: Groups by which defaults were chosen: with seeds of their own.
-TUNING = ("learning rates", "fine-tuning rates", "digits, rates", "SmolLM2, rates", "rivals, rates")
+TUNING = tuple(name for name in RUNS if "rates" in name)
 #: Groups that run at some numbers of ranks only, whatever --world-sizes says.
 WORLD_SIZES = {
     **dict.fromkeys(("learning rates", "fine-tuning rates", "digits, rates", "classification"), (2,)),
-    **dict.fromkeys(("SmolLM2", "SmolLM2, rates"), (2,)),
+    **dict.fromkeys(("SmolLM2", "SmolLM2, rates", "pretraining, 10M, rates"), (2,)),
     **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon"), (4,)),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
@@ -279,6 +285,7 @@ def examples_of(name: str, model: Model) -> dict[str, Examples]:
     recipe = recipe_of("causal_lm")
     options = recipe.DataArguments(block_size=model.tokens)
     sources = {"reference": lambda: recipe.load_text(options), "library": _library}
+    sources["all of the library"] = partial(_library, "**/*.py")
     if model == SMOLLM2:
         text, tokenizer = _library(), AutoTokenizer.from_pretrained(CACHE / "smollm2")
     else:
@@ -289,21 +296,22 @@ def examples_of(name: str, model: Model) -> dict[str, Examples]:
             eos_token=recipe.END_OF_TEXT,
         )
     blocks = recipe.make_blocks(text, tokenizer, options)
-    longest = {"train": EXAMPLES, "validation": VALIDATION}
+    longest = {"train": model.examples, "validation": VALIDATION}
     return {
         split: {key: torch.tensor(examples[key][: longest[split]]) for key in ("input_ids", "labels")}
         for split, examples in blocks.items()
     }
 
 
-def _library() -> Any:
-    """The source of the standard library's modules; every tenth module is for validation."""
+def _library(files: str = "*.py") -> Any:
+    """The source of modules of the standard library; every tenth module is for validation."""
     from datasets import Dataset, DatasetDict
 
-    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    folder = Path(sysconfig.get_path("stdlib"))
+    modules = [file for file in sorted(folder.glob(files)) if "site-packages" not in file.parts]
     rows: dict[str, list[str]] = {"train": [], "validation": []}
     for number, module in enumerate(modules):
-        code = module.read_text(encoding="utf-8")
+        code = module.read_text(encoding="utf-8", errors="ignore")  # tests have files in other encodings
         rows["train" if number % 10 else "validation"] += [code[i : i + ROW] for i in range(0, len(code), ROW)]
     for part in rows.values():
         random.Random(0).shuffle(part)
