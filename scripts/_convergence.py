@@ -193,6 +193,9 @@ RUNS: dict[str, dict[str, Run]] = {
     "fine-tuning rates": rates(
         {"AdamW": (2e-3, 4e-3, 8e-3)}, "{}, fine-tuning, lr {:g}, 300 steps", steps=300, **AFTER_LIBRARY
     ),
+    "MiniLM, rates": rates(
+        {"AdamW": (2.5e-5, 5e-5, 1e-4, 2e-4)}, "{}, MiniLM, lr {:g}", model=MINILM, text="snippets", steps=150
+    ),
     "digits, rates": rates(
         {"AdamW": (1e-4, 2e-4, 5e-4, 1e-3)}, "{}, digits, lr {:g}", model=VIT, text="digits", steps=940
     ),
@@ -209,7 +212,7 @@ TUNING = tuple(name for name in RUNS if "rates" in name)
 #: Groups that run at some numbers of ranks only, whatever --world-sizes says.
 WORLD_SIZES = {
     **dict.fromkeys(("learning rates", "fine-tuning rates", "digits, rates", "classification"), (2,)),
-    **dict.fromkeys(("SmolLM2", "SmolLM2, rates", "pretraining, 10M, rates"), (2,)),
+    **dict.fromkeys(("SmolLM2", "SmolLM2, rates", "MiniLM, rates", "pretraining, 10M, rates"), (2,)),
     **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon"), (4,)),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
