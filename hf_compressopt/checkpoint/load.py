@@ -587,8 +587,9 @@ def source_of(index: CheckpointIndex, files: ShardFiles, optimizer: str, groups:
     saved, to_compressed = stored.header.optimizer, optimizer in COMPRESSED
     if saved == optimizer or (stored.header.compressed and to_compressed):
         return stored
-    if saved not in (*PLAIN, *COMPRESSED) or optimizer not in (*PLAIN, *COMPRESSED):
-        return stored
+    known = (*PLAIN, *COMPRESSED)
+    if optimizer not in known or (saved not in known and not to_compressed):
+        return stored  # an AdamView refuses what keeps no moments
     view = AdamView(index, files, "AdamW" if to_compressed else optimizer)
     for number, (found, group) in enumerate(zip(view.param_groups, groups, strict=False)):
         if found["weight_decay"] != 0 and found["decoupled_weight_decay"] != is_decoupled(group, optimizer):

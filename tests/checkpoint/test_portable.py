@@ -343,6 +343,9 @@ def test_what_a_plain_optimizer_cannot_be_is_refused_and_changes_nothing(tmp_pat
         save_state(other, tmp_path / folder)
         with pytest.raises(CheckpointError, match="compressopt.index.json does not fit"):
             load_state(optimizer, tmp_path / folder)
+    shapes = [torch.empty_like(p) for p in params]
+    with pytest.raises(CheckpointError, match=r"saved by ZeroOptimizer\(SGD\), which keeps no moments of Adam"):
+        load_state(OnebitAdam([nn.Parameter(shape) for shape in shapes]), tmp_path / "sgd")
     save_state(ZeroOptimizer(halves, torch.optim.AdamW), tmp_path / "halves")
     with pytest.raises(CheckpointError, match="master copy of p"):
         load_state(torch.optim.AdamW(halves), tmp_path / "halves")
