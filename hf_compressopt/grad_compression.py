@@ -26,11 +26,12 @@ from torch import Tensor
 from hf_compressopt.collectives.backward import take_over
 from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.errors import GroupErrors
-from hf_compressopt.collectives.gradients import GradientRounds, IntegerBucket, as_it_is, average_params
+from hf_compressopt.collectives.gradients import GradientRounds, IntegerBucket, as_it_is
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
 from hf_compressopt.format.index import NODE_SIZE
+from hf_compressopt.kernels.memory import numbers_on
 
 FORMATS = {"int4": 4, "int8": 8}
 #: Legal values of the option ``state``.
@@ -240,10 +241,22 @@ class GradientCompression:
         Raises:
             TypeError: For sparse gradients, on all ranks together.
         """
-        if self.communicator.world_size > 1:
-            with torch.no_grad():
-                self._start()
-                average_params(self.params[::-1], self.communicator, self._rounds, self._finish)
+        self._check_ranks()
+        if self.communicator.world_size == 1:
+            return
+        with torch.no_grad():
+            mine = [0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else 2.0 for p in self.params]
+            present = numbers_on(self.communicator.device, mine)
+            self.communicator.all_reduce(present, op="max").wait()
+            found = mine if set(mine) <= {1.0} else present.tolist()  # only this waits for a GPU
+            if 2.0 in found:
+                raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
+            self._start()
+            for param, anywhere in zip(self.params, found, strict=True):
+                if anywhere and param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                self._rounds.add(param, param.grad)
+            self._rounds.finish(self._finish)
 
     def add_bucket(self, bucket: "dist.GradBucket") -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """Take a bucket of DDP's; :func:`compress_hook` calls it."""

@@ -346,30 +346,24 @@ def average_gradients(
                 rounds.begin(buckets, communicator)
     if communicator.world_size > 1 and params:
         with torch.no_grad():
-            average_params(params, communicator, rounds)
+            _average(params, communicator, rounds)
 
 
-def average_params(
-    params: Sequence[Tensor], communicator: Communicator, rounds: GradientRounds | None, done: _Done | None = None
-) -> None:
-    """Average gradients in a round that has begun, else in their dtype. All ranks call.
-
-    A caller that says what is to be ``done`` at the end waits for a GPU there, and here only if a gradient is missing.
-    """
-    mine = [0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else 2.0 for p in params]
-    found = numbers_on(communicator.device, mine)
-    communicator.all_reduce(found, op="max").wait()
-    kinds = mine if done is not None and set(mine) <= {1.0} else found.tolist()
-    if 2.0 in kinds:
+def _average(params: Sequence[Tensor], communicator: Communicator, rounds: GradientRounds | None) -> None:
+    sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in params)
+    present = numbers_on(communicator.device, [*(float(p.grad is not None) for p in params), 2.0 * sparse])
+    communicator.all_reduce(present, op="max").wait()
+    *has_grad, any_sparse = present.tolist()
+    if any_sparse:
         raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
-    rows = [p for p, kind in zip(params, kinds, strict=True) if kind]
+    rows = [p for p, found in zip(params, has_grad, strict=True) if found]
     for p in rows:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     if rounds is not None:
         for p in reversed(params):
             rounds.add(p, p.grad)
-        rounds.finish(done)
+        rounds.finish()
         return
     alike = groupby([p.grad for p in rows if p.grad is not None], key=lambda grad: (grad.dtype, grad.device))
     buckets = (_take_tensors(list(grads), _BUCKET_BYTES) for _, grads in alike)  # type: ignore[no-untyped-call]
