@@ -106,7 +106,13 @@ class Run:
 FLOAT32, COMPACT = {"state": "float32"}, {"state": "compact"}
 ADAM_FAMILY = ("AdamW", "int4", "OnebitAdam", "ZeroOneAdam")
 PRETRAINING = Run("pretraining", "AdamW", text="library")
-PRETRAINED_10M: dict[str, Any] = {"model": GPT2_10M, "text": "all of the library", "steps": 2000}
+#: Of tasks, what all runs share, and the learning rates of AdamW among which the best one was looked for.
+TASKS: dict[str, tuple[dict[str, Any], Sequence[float]]] = {
+    "10M": ({"model": GPT2_10M, "text": "all of the library", "steps": 2000}, (1e-3, 2e-3, 4e-3)),
+    "SmolLM2": ({"model": SMOLLM2, "text": "library, SmolLM2", "steps": 200}, (5e-5, 1e-4, 2e-4)),
+    "MiniLM": ({"model": MINILM, "text": "snippets", "steps": 150}, (2.5e-5, 5e-5, 1e-4, 2e-4)),
+    "digits": ({"model": VIT, "text": "digits", "steps": 940}, (1e-4, 2e-4, 5e-4, 1e-3)),
+}
 BOTH_INT4 = {"stage": 2, "grad_compression": "int4", "param_compression": "int4"}
 
 
@@ -180,24 +186,14 @@ RUNS: dict[str, dict[str, Run]] = {
     "classification": named(
         *every(", topics", ADAM_FAMILY, model=TINY_BERT, text="topics", steps=600),
         *frozen(120, ", topics", model=TINY_BERT, text="topics", steps=600),
-        *every(", MiniLM", ADAM_FAMILY, model=MINILM, text="snippets", steps=150),
-        *every(", digits", ADAM_FAMILY, model=VIT, text="digits", steps=940),
-        *frozen(188, ", digits", model=VIT, text="digits", steps=940),
+        *every(", MiniLM", ADAM_FAMILY, **TASKS["MiniLM"][0]),
+        *every(", digits", ADAM_FAMILY, **TASKS["digits"][0]),
+        *frozen(188, ", digits", **TASKS["digits"][0]),
     ),
-    "SmolLM2": named(*every(", SmolLM2", ADAM_FAMILY, model=SMOLLM2, text="library, SmolLM2", steps=200)),
-    "pretraining, 10M": named(*every(", 10M", ADAM_FAMILY, **PRETRAINED_10M)),
-    "pretraining, 10M, rates": rates({"AdamW": (1e-3, 2e-3, 4e-3)}, "{}, 10M, lr {:g}", **PRETRAINED_10M),
-    "SmolLM2, rates": rates(
-        {"AdamW": (5e-5, 1e-4, 2e-4)}, "{}, SmolLM2, lr {:g}", model=SMOLLM2, text="library, SmolLM2", steps=200
-    ),
+    **{name: named(*every(f", {name}", ADAM_FAMILY, **TASKS[name][0])) for name in ("SmolLM2", "10M")},
+    **{f"{k}, rates": rates({"AdamW": lrs}, f"{{}}, {k}, lr {{:g}}", **kept) for k, (kept, lrs) in TASKS.items()},
     "fine-tuning rates": rates(
         {"AdamW": (2e-3, 4e-3, 8e-3)}, "{}, fine-tuning, lr {:g}, 300 steps", steps=300, **AFTER_LIBRARY
-    ),
-    "MiniLM, rates": rates(
-        {"AdamW": (2.5e-5, 5e-5, 1e-4, 2e-4)}, "{}, MiniLM, lr {:g}", model=MINILM, text="snippets", steps=150
-    ),
-    "digits, rates": rates(
-        {"AdamW": (1e-4, 2e-4, 5e-4, 1e-3)}, "{}, digits, lr {:g}", model=VIT, text="digits", steps=940
     ),
     "learning rates": rates({"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Lamb": (5e-3, 1e-2, 2e-2)}),
     "rivals, rates": named(
@@ -211,8 +207,8 @@ RUNS: dict[str, dict[str, Run]] = {
 TUNING = tuple(name for name in RUNS if "rates" in name)
 #: Groups that run at some numbers of ranks only, whatever --world-sizes says.
 WORLD_SIZES = {
-    **dict.fromkeys(("learning rates", "fine-tuning rates", "digits, rates", "classification"), (2,)),
-    **dict.fromkeys(("SmolLM2", "SmolLM2, rates", "MiniLM, rates", "pretraining, 10M, rates"), (2,)),
+    **dict.fromkeys(("learning rates", "fine-tuning rates", "classification", "SmolLM2"), (2,)),
+    **dict.fromkeys((f"{name}, rates" for name in TASKS), (2,)),
     **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon"), (4,)),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
@@ -310,8 +306,7 @@ def _library(files: str = "*.py") -> Any:
     """The source of modules of the standard library; every tenth module is for validation."""
     from datasets import Dataset, DatasetDict
 
-    folder = Path(sysconfig.get_path("stdlib"))
-    modules = [file for file in sorted(folder.glob(files)) if "site-packages" not in file.parts]
+    modules = [p for p in sorted(Path(sysconfig.get_path("stdlib")).glob(files)) if "site-packages" not in p.parts]
     rows: dict[str, list[str]] = {"train": [], "validation": []}
     for number, module in enumerate(modules):
         code = module.read_text(encoding="utf-8", errors="ignore")  # tests have files in other encodings
