@@ -18,10 +18,10 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 INSIDE = {name.partition(".")[2]: path for name, path in MODULES.items() if "." in name}  # "zero.config", ...
 
 TOTALS = {
-    "modules of the package": 89,
-    "lines of the package": 23_863,
-    "lines of tests": 27_625,
-    "lines of scripts": 4_520,
+    "modules of the package": 84,
+    "lines of the package": 22_517,
+    "lines of tests": 25_607,
+    "lines of scripts": 4_500,
 }
 CALLED = {"OnebitAdam": 15, "ZeroOneAdam": 16, "OnebitLamb": 15, "DDP, int4 gradients": 10, "ZeRO-2": 14}
 
