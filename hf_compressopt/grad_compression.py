@@ -239,7 +239,7 @@ class GradientCompression:
         A parameter without a gradient on any rank stays without one.
 
         Raises:
-            TypeError: For sparse gradients, on all ranks together.
+            TypeError: For sparse gradients, on all ranks together if their gradients have the same layouts.
         """
         self._check_ranks()
         if self.communicator.world_size == 1:
@@ -248,7 +248,7 @@ class GradientCompression:
             mine = [0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else 2.0 for p in self.params]
             present = numbers_on(self.communicator.device, mine)
             self.communicator.all_reduce(present, op="max").wait()
-            found = mine if set(mine) <= {1.0} else present.tolist()  # only this waits for a GPU
+            found = mine if set(mine) <= {1.0} else present.tolist()  # another wait for a GPU, where one is missing
             if 2.0 in found:
                 raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
             self._start()

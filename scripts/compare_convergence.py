@@ -86,7 +86,7 @@ def read_rows(rows_file: Path, report: Path) -> list[dict[str, Any]]:
 def print_group(group: str, rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Print the loss of each run of a group, against the uncompressed run's, and megabytes sent by a rank."""
     lines = [["run", "ranks", "seeds", "evaluation loss", "against the uncompressed", "MB sent", "fewer bytes"]]
-    if group in ("classification", "digits, rates"):
+    if group in ("classification", "digits, rates", "MiniLM, rates"):
         lines[0].append("accuracy")
     seeds, world_sizes = places_of(group, arguments)
     mine = [row for row in rows if row["seed"] in seeds]

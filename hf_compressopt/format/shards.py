@@ -66,9 +66,10 @@ class ShardFile:
         self._room = memoryview(bytearray(block_bytes)) if room is None else room
         try:
             self._file = open(path, "rb", buffering=0)
-            self.metadata, self.tensors = self._header(os.fstat(self._file.fileno()).st_size)
         except OSError as error:
             raise CheckpointError(f"{path} is not readable: {error}") from error
+        try:
+            self.metadata, self.tensors = self._header(os.fstat(self._file.fileno()).st_size)
         except Exception as error:  # the file can hold anything
             self._file.close()
             raise CheckpointError(f"{path} is not readable as safetensors: {error}") from error

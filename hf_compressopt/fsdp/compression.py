@@ -471,7 +471,7 @@ class FSDPCompression:
             self._checked = True
 
 
-@dataclass
+@dataclass(eq=False)
 class ReduceScatter(Allocator):
     """A reduce-scatter as FSDP2 calls it: see torch's ReduceScatter."""
 

@@ -156,7 +156,7 @@ def _groups(name: str) -> Iterator[tuple[str, dict[str, Option]]]:
 
 def _legal(name: str, *, zero: bool) -> list[str]:
     other = "grad_compression" if zero else "zero_stage"
-    return [key for option, group in _groups(name) if option != other for key in group]
+    return list(dict.fromkeys(key for option, group in _groups(name) if option != other for key in group))
 
 
 def _list_options(name: str) -> Iterator[str]:

@@ -35,6 +35,7 @@ from hf_compressopt.integrations.log import fit, prefixed_metrics, show_log
 from hf_compressopt.integrations.models import (
     GRAD_COMPRESSION,
     check_distributed_type,
+    is_loaded_in_shards,
     why_unsupported,
     without_compile,
 )
@@ -228,8 +229,9 @@ def _create_optimizer(original: Callable[..., Any], self: Trainer, *args: Any, *
     made_here = self.optimizer is None
     result = original(self, *args, **kwargs)
     inner = innermost(self.optimizer)
-    compresses = follows_plan(inner) or attachment_of(self).grad_compression != "none"
-    if compresses and self.accelerator.num_processes > 1 and without_compile(self.model_wrapped) is self.model:
+    low_bit = attachment_of(self).grad_compression != "none" and not is_loaded_in_shards(self.model)
+    several = self.accelerator.num_processes > 1
+    if several and (follows_plan(inner) or low_bit) and without_compile(self.model_wrapped) is self.model:
         self.model_wrapped = self.model  # an evaluation before the training may have left it compiled, and without DDP
     if not saves_shards(inner):
         return result

@@ -246,7 +246,7 @@ def mean_(form: IntegerFormat, messages: Tensor, out: Tensor, world_size: int, f
 
 
 def add_(y: Average, outputs: Sequence[Segment], decay: float = 0.0, scale: float = 1.0) -> None:
-    """Add an average to tensors: outputs <- outputs * decay + y * scale, each operation rounded to float32.
+    """Add an average of integers to tensors: outputs <- outputs * decay + y * scale, each operation rounded to float32.
 
     Outputs are written in their own dtypes, and not read if decay is 0. Segments without a tensor are left alone.
     """
@@ -257,7 +257,7 @@ def add_(y: Average, outputs: Sequence[Segment], decay: float = 0.0, scale: floa
 
 
 def any_nan(*averages: Average) -> Tensor:
-    """Return whether a block of some averages is not finite, [] bool, from its scales."""
+    """Return whether a block of some averages of integers is NaN, [] bool, from its scales."""
     return torch.stack([largest_scale(y) for y in averages]).isnan().any()
 
 

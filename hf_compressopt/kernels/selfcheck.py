@@ -212,10 +212,10 @@ def kernels(device: torch.device) -> Any:
 def _choosing(name: str, failed: frozenset[str]) -> Callable[..., Any]:
     """Return a kernel that is the reference's for operands of a family that failed."""
 
-    def kernel(first: Any, *rest: Any) -> Any:
+    def kernel(first: Any, *rest: Any, **options: Any) -> Any:
         form = first.form if isinstance(first, reference.Average) else first
         family = "integers" if isinstance(form, IntegerFormat) else _FAMILY.get(name, "apply")
-        return getattr(reference if family in failed else native, name)(first, *rest)
+        return getattr(reference if family in failed else native, name)(first, *rest, **options)
 
     return kernel
 

@@ -310,6 +310,9 @@ class ParameterState(MutableMapping[str, Any]):
     def __delitem__(self, name: str) -> None:
         del self._added[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._read() or name in self._added  # without decoding
+
     def __iter__(self) -> Iterator[str]:
         return iter({**self._read(), **self._added})
 
@@ -321,6 +324,9 @@ class ParameterState(MutableMapping[str, Any]):
 
     def __or__(self, other: Any) -> Any:
         return dict(self) | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | dict(self)
 
     def __reduce__(self) -> Any:
         """Pickle and copy the values that there are now."""

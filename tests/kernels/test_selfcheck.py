@@ -88,7 +88,9 @@ def trained() -> list[torch.Tensor]:
     messages = torch.zeros(sum(form.chunk_nbytes(1000, 2)), dtype=torch.uint8)
     x = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     kernels.on(CPU).compress_(form, kernels.Combination.of(x), error, messages, 2, error)
-    return [*results, messages, error]
+    mean = kernels.Average(1000, form, messages, 2, len(messages) // 2)
+    kernels.on(CPU).add_(mean, [kernels.Segment(x, 0, 1000, 0)], decay=1.0)
+    return [*results, messages, error, x]
 
 
 @pytest.mark.usefixtures("with_flipped")
