@@ -261,6 +261,7 @@ COMPACT: dict[str, Damage] = {
         "scale_block", 12, "scale_block must be a positive multiple of 8, or None, got 12"
     ),
 }
+DIVIDE, BAD_SIZES = "node_size must divide the 2 ranks of the checkpoint", (0, -1, 3, 2.0, "2", True, None)
 HOSTILE: dict[str, Damage] = {
     "freeze_step": header_with("freeze_step", -5),
     "step": header_with("step", "7"),
@@ -297,14 +298,13 @@ HOSTILE: dict[str, Damage] = {
     "another shape": in_shard(0, in_header(lambda header: entry_of(header)["shape"].append(1)), known=True),
     "no metadata": in_shard(1, in_header(lambda header: header.pop("__metadata__")), known=True),
     "a piece beyond its shard": in_a_piece(longer_piece),
-    "overlapping pieces": in_index(overlap_the_pieces),
+    "overlapping pieces": in_index(overlap_the_pieces, "overlap, leave gaps or are in no shard"),
     "a piece of no shard": in_a_piece(lambda entry, piece: piece.update(shard=2), "leave gaps or are in no shard"),
     "a gap": in_a_piece(lambda entry, piece: piece.update(start=1), "leave gaps"),
     "too few elements": in_a_piece(lambda entry, piece: piece.update(stop=10), "pieces of 10 of its 11 elements"),
     "too few checksums": in_a_piece(lambda entry, piece: piece["checksums"].pop(), "has 0 checksums for 1 blocks"),
     "a piece twice": in_a_piece(split, "no room for a piece"),
-    "nodes of three": header_with("node_size", 3, "node_size must divide the 2 ranks of the checkpoint, got 3"),
-    "nodes of nobody": header_with("node_size", None, "node_size must divide the 2 ranks of the checkpoint, got None"),
+    **{f"nodes of {bad!r}": header_with("node_size", bad, f"{DIVIDE}, got {bad!r}") for bad in BAD_SIZES},
     "a transposed tensor": of_tensors(lambda tensors: tensors["exp_avg/layer.0"]["shape"].reverse()),
     "a mask that does not fit": of_tensors(lambda tensors: tensors["exp_avg_mask/group0"].update(shape=[7, 1])),
     "a tensor of nobody": of_tensors(lambda tensors: tensors.update({"optimizer/abc": tensors.pop("step/group0")})),

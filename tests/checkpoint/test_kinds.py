@@ -20,12 +20,17 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load_all(rank: int, world_size: int, folder: str) -> list[str]:
-    """Load every kind that this number of ranks can load, and train on; what is not finite then."""
+    """Load every kind that this number of ranks can load, and train on; what is not as it was saved, or not finite."""
     wrong = []
     for name, kind in KINDS.items():
         if world_size not in kind.loads_on:
             continue
         params, optimizer = load_in_form(None, kind, f"{folder}/{name}")
+        if kind.ranks == world_size:
+            others, saved = make(kind)
+            train(rank, world_size, others, saved, range(kind.steps))
+            held = observe([], saved)
+            wrong += [f"{name}: {key}" for key, digest in observe([], optimizer).items() if held.get(key) != digest]
         train(rank, world_size, params, optimizer, range(2))
         wrong += [f"{name}: not finite" for p in params if not p.isfinite().all()]
     return wrong

@@ -21,6 +21,7 @@ from hf_compressopt.format.index import CheckpointError, sealed
 from tests.support.family import assign
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.memory import MIB, peak_beyond
+from tests.support.trainer_runs import use_accelerate
 
 SHAPES = [(37, 19), (61,), (), (0, 3), (5, 5)]
 GROUPS: list[dict[str, Any]] = [{"weight_decay": 0.1}, {"lr": 0.02, "weight_decay": 0.0, "betas": (0.8, 0.95)}]
@@ -328,6 +329,19 @@ OUT_OF_RANGE = [
     ("betas", [1.0, 0.9], r"betas\[0\] must be in \[0, 1\), got"),
     ("amsgrad", True, "amsgrad of param group 1 is True, and there is no max_exp_avg_sq/"),
 ]
+
+
+@on_ranks(1)
+def test_accelerates_wrapper_is_looked_into(rank: int, world_size: int, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    use_accelerate(rank, world_size)
+    Accelerator(cpu=True)
+    optimizer = AcceleratedOptimizer(OnebitAdam([nn.Parameter(torch.ones(3))]))
+    save_state(optimizer, tmp_path)
+    load_state(optimizer, tmp_path)
+    assert json.loads((tmp_path / "compressopt.index.json").read_text())["header"]["optimizer"] == "OnebitAdam"
 
 
 @pytest.mark.invariant(27)

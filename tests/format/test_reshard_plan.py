@@ -1,5 +1,8 @@
 """The plan of what a rank reads: every byte that it wants once, from wherever it lies, and nothing else."""
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,6 +67,8 @@ def test_a_range_of_what_is_shared_is_read_once_and_alone(data: st.DataObject) -
     windows = list(plan.windows(data.draw(st.sampled_from([1, 7, 64, 1000]))))
     assert b"".join(carry_out(window, contents)[0] for window in windows) == expected
     assert sum(window.nbytes for window in windows) == plan.nbytes
+    with pytest.raises(ValueError, match=f"{entry.numel} elements, needed are {start} to {entry.numel + 1}"):
+        plan_reads(index, replace(wanted, stop=entry.numel + 1), 1)
 
 
 @settings(max_examples=100, deadline=None)
