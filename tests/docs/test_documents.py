@@ -227,12 +227,14 @@ NAME = re.compile(r"`((?:\w+/)*(?:\w+\.py)?)(?::([\w.]+))?`")
 
 def test_what_the_page_on_the_architecture_names_is_where_it_says() -> None:
     page = (REPO_ROOT / "docs" / "dev" / "architecture.md").read_text()
-    for path, name in NAME.findall(page):
+    found = NAME.findall(page)
+    assert any(path and name for path, name in found)
+    for path, name in found:
         assert (PACKAGE / path).exists(), path
         if path and name:
             module = import_module(".".join(["hf_compressopt", *Path(path).with_suffix("").parts]))
-            found = reduce(getattr, name.split("."), module)
-            source = inspect.getsourcefile(inspect.unwrap(getattr(found, "fget", None) or found)) or ""
+            value = reduce(getattr, name.split("."), module)
+            source = inspect.getsourcefile(inspect.unwrap(getattr(value, "fget", None) or value)) or ""
             assert Path(source).resolve() == (PACKAGE / path).resolve(), (path, name)
 
 

@@ -13,7 +13,7 @@ from hf_compressopt import advise
 from hf_compressopt.integrations import step_time
 from hf_compressopt.planner import link, report
 from hf_compressopt.planner.cost import Cluster, Model, Training
-from hf_compressopt.planner.link import Timing
+from hf_compressopt.planner.link import Link, Timing
 from tests.support.launching import accelerate_launch, run, run_python, torchrun
 
 SIZES = [4096 * 4**power for power in range(8)]
@@ -53,6 +53,11 @@ def test_a_burst_that_passes_at_once_does_not_change_the_rate() -> None:
 def test_times_that_do_not_grow_tell_no_rate() -> None:
     with pytest.raises(ValueError, match="so the rate is unknown: try again, or give --bandwidth and --latency"):
         link.fit("all_reduce", 2, 1, [Timing(size, 1e-3, 0.0) for size in SIZES])
+
+
+def test_the_middle_of_several_links() -> None:
+    links = [Link(3.0, 0.1, 5.0), Link(1.0, 0.3, 9.0), Link(2.0, 0.2, 1.0)]
+    assert link.middle(links) == Link(2.0, 0.2, 5.0)
 
 
 # -- the ranking ------------------------------------------------------------------------------------------------------
