@@ -12,12 +12,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_compressopt import kernels
 from hf_compressopt.kernels import (
+    SKETCH_NUMEL,
     AdamUpdate,
     Average,
     Combination,
     CompactErrors,
     Descent,
     IntegerFormat,
+    LambMoments,
+    LambOptions,
+    ParameterSync,
     Segment,
     SignFormat,
     library,
@@ -100,11 +104,31 @@ def test_wrong_tensors_are_refused() -> None:
     def integers(error: Tensor, messages: Tensor = ints, new: Tensor | None = None) -> None:
         native.compress_(INTS, z, error, messages, 1, new)
 
+    negated, descent, param = x._neg_view(), Descent(0.1, 1.0, 1e-8, False), [Segment(x, 0, 80, 0)]
+    sums, lamb = torch.zeros(3, dtype=torch.float64), LambOptions(0.9, 0.99, 1e-8, 0.0, False)
+    sketch, squares = torch.zeros(SKETCH_NUMEL), torch.zeros((), dtype=torch.float64)
+
+    def adam(exp_avg: Tensor, param: Tensor) -> None:
+        native.apply_adam_(AdamUpdate(Average.of(x), exp_avg, x, [Segment(param, 0, 80, 0)], descent))
+
+    def sync(anchor: Tensor) -> None:
+        native.sync_parameters_(ParameterSync(Average.of(x), x, anchor, x, x, param, 1.0, descent))
+
+    def moments(sums: Tensor) -> None:
+        native.lamb_moments_(LambMoments(Average.of(x), x, x, x, param, x[:1], sums, lamb))
+
     refused: list[tuple[Callable[[], object], str]] = [
         (lambda: signs(z, error.double()), "error must be a contiguous torch.float32 tensor"),
         (lambda: signs(Combination.of(torch.ones(160)[::2]), error), "x must be .* not contiguous"),
         (lambda: signs(z, x._neg_view()), r"error must be .*negated lazily: call resolve_neg\(\) first"),
         (lambda: native.add_(y, [Segment(x._neg_view(), 0, 80, 0)]), "outputs must be .*negated lazily"),
+        (lambda: adam(negated, x), "exp_avg must be .*negated lazily"),
+        (lambda: adam(x, negated), "parameters must be .*negated lazily"),
+        (lambda: sync(negated), "anchor must be .*negated lazily"),
+        (lambda: moments(sums._neg_view()), "sums must be .*negated lazily"),
+        (lambda: native.sketch_(param, 0, 0, sketch[:-1], squares), "y must have 4096 elements, got 4095"),
+        (lambda: native.sketch_(param, 0, 0, sketch.double(), squares), "y must be .* torch.float32 tensor"),
+        (lambda: native.sketch_(param, 0, 0, sketch, squares.float()), "squares must be .* torch.float64 tensor"),
         (lambda: signs(z, torch.ones(81)), "error must have 80 elements, got 81"),
         (lambda: signs(z, error, messages[:-1]), "messages must have 64 elements, got 63"),
         (lambda: signs(z, torch.ones(80, device="meta")), "error must be .* on meta"),
@@ -164,6 +188,7 @@ def test_the_c_interface_refuses_in_words() -> None:
         ("co_average_integers", (sent, byref(values), byref(compact), sent, 8, 8, 1), "new_error have two forms"),
         ("co_combine", (byref(z), some, 8), "co_combine: last has 16 elements, the bucket has 8"),
         ("co_decode_integers", (byref(IntegersRecord(sent, 8, 48, 1, 5)), some), "bits must be 4 or 8, got 5"),
+        ("co_sketch", (params, count, -1, 0, some, some), "co_sketch: offset must be >= 0, got -1"),
         ("co_apply_adam", apply, "codes of exp_avg_sq need tops, and values none"),
     ):
         with pytest.raises(RuntimeError, match=words):

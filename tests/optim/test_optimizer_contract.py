@@ -386,6 +386,8 @@ def test_group_added_in_the_compressed_stage():
         optimizer.add_param_group({"params": [new]})
     with pytest.raises(ValueError, match="lr must be >= 0, got -1"):
         optimizer.add_param_group({"params": [new], "non_freeze": True, "lr": -1.0})
+    with pytest.raises(ValueError, match="must be on one device, got cpu and, in param group 1, meta"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(new.to("meta"))], "non_freeze": True})
     assert len(optimizer.param_groups) == 1 and new not in optimizer.state
     optimizer.add_param_group({"params": [new], "non_freeze": True, "lr": 0.1})
     new.grad = torch.tensor([1.0, -1, 2, -2])
