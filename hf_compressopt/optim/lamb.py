@@ -141,7 +141,13 @@ class Lamb(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, which is copied; the moments stay float32 for parameters of any dtype."""
-        super().load_state_dict(state_dict)
+        given: list[dict[str, Any]] = []  # as other hooks before the load have changed it
+        last = self.register_load_state_dict_pre_hook(lambda _, changed: given.append(changed))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        state_dict = given[0]
         params = [param for group in self.param_groups for param in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         for param, key in zip(params, keys, strict=True):

@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_compressopt import FusedAdam
 from hf_compressopt.kernels import adam, library
+from tests.optim import test_optimizer_contract as contract
 from tests.support.family import through_a_file
 
 SHAPES = [(7,), (3, 5), (2, 3, 4), (), (1,), (1027,), (0,), (0, 4)]
@@ -192,6 +193,16 @@ def test_no_gradient_changes_nothing(kernels: str) -> None:
     assert not optimizer.state
     run((params[2:], optimizer), steps=[0])
     assert_same(params[:2], before[:2])
+
+
+def test_memory_layout_does_not_matter(kernels: str) -> None:
+    contract.test_memory_layout_does_not_matter(FusedAdam)
+
+
+@pytest.mark.invariant(11)
+@contract.LRS
+def test_tensor_lr(lr: torch.Tensor, kernels: str) -> None:
+    contract.test_tensor_lr(lr, FusedAdam, {})
 
 
 def _resize(row: Any, owner: Any) -> None:
