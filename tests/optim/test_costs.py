@@ -201,6 +201,8 @@ def fetches(rank: int, world_size: int, name: str, options: dict[str, Any], tens
             optimizer._consensus._gradients_compared = False
         with counter.counting():
             model(torch.randn(16, 16, generator=torch.Generator().manual_seed(2 * step + rank))).backward()
+        if way == "hook" and options.get("clip") == "late" and step == 6:
+            assert optimizer.early_messages.signature, "no message has left early"
         if way != "hook":
             with counter.counting() if way == "counted loop" else nullcontext():
                 average_gradients(optimizer)

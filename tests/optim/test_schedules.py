@@ -162,18 +162,25 @@ def train(
 
 
 @pytest.mark.parametrize("warmup", [0, 3, 30, 60])
-@pytest.mark.parametrize(("bound", "floor"), [(5, 1), (5, 20), (40, 20), (40, 60)])
-def test_auto_waits_for_the_floor_and_the_learning_rates_warmup(warmup: int, bound: int, floor: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "bound", "floor"),
+    [
+        *(("OnebitAdam", *row) for row in [(5, 1), (5, 20), (40, 20), (40, 60)]),
+        ("OnebitLamb", 40, 20),
+        ("ZeroOneAdam", 40, 20),
+    ],
+)
+def test_auto_waits_for_the_floor_and_the_learning_rates_warmup(warmup: int, name: str, bound: int, floor: int) -> None:
     rates = linear(warmup, 130)
     options = {"max_freeze_step": bound, "min_freeze_step": floor}
-    run = train(0, "OnebitAdam", rates, **options)
+    run = train(0, name, rates, **options)
     found = run["freeze_step"]
     assert found == max(bound, floor, 2 * warmup)
     why = "max_freeze_step" if found == bound else "min_freeze_step" if found == floor else "learning rate's warmup"
     (said,) = (line for line in run["lines"] if "auto: found" in line)
     assert f"found {found}" in said and why in said
     resume_at = (2, warmup, warmup + 1, warmup + 2, floor, floor + 1, found, found + 1)
-    again = train(0, "OnebitAdam", rates, resume_at, **options)
+    again = train(0, name, rates, resume_at, **options)
     assert again["freeze_step"] == found and torch.equal(again["params"][-1], run["params"][-1])
 
 
@@ -264,6 +271,6 @@ def test_a_loop_of_ones_own_gives_the_length_of_the_run(name: str, caplog: pytes
         assert of(total_steps=2000, local_step_scaler=7)["local_step_scaler"] == 7
     given = cls([nn.Parameter(torch.ones(5))], freeze_step=500)
     assert given.fit_schedule(400) == "" and given.freeze_step == 500
-    assert "max_freeze_step" not in given.describe()
+    assert "max_freeze_step" not in given.describe() + cls([nn.Parameter(torch.ones(5))]).describe()
     (record,) = caplog.records
     assert "freeze_step=500 is beyond the end of the run, which has 400 steps" in record.getMessage()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_compressopt import OnebitAdam, ZeroOneAdam, load_state, save_state
-from hf_compressopt.optim.agreement import sketch_size
+from hf_compressopt.optim.agreement import GradientNoise, sketch_size
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.logs import log_lines
 
@@ -173,3 +173,22 @@ def after_local_steps(rank: int, world_size: int, folder: str, saves: bool) -> N
 def test_its_state_goes_to_other_ranks(tmp_path: Path) -> None:
     run_ranks(2, after_local_steps, str(tmp_path), True)
     run_ranks(3, after_local_steps, str(tmp_path), False)
+
+
+def test_the_average_and_its_limits() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    noise = GradientNoise(tensors)
+    assert noise.common is None and noise.scale is None and noise.square_ratio(0.25) == 1 and not tensors
+    noise.add(math.nan)
+    assert noise.common is None and not tensors
+    noise.add(0.2)
+    assert noise.common == pytest.approx(0.2) and noise.scale == pytest.approx(4)
+    assert noise.square_ratio(0.25) == pytest.approx(0.4)
+    noise.add(0.4)
+    assert noise.common == pytest.approx((0.95 * 0.2 + 0.4) / 1.95)
+    for _ in range(200):
+        noise.add(-0.1)
+    assert noise.scale is None and noise.square_ratio(0.25) == 0.25  # noise alone
+    for _ in range(200):
+        noise.add(1.1)
+    assert noise.scale == 0 and noise.square_ratio(0.25) == 1  # no noise at all

@@ -1,5 +1,6 @@
 """The warmup stage with gradients of 4, 8 and 16 bits: simulations, AdamW, and DDP's hook beside a plain loop."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.oracles.simulation_integers import Simulation, in_full
 from tests.oracles.steps import same
 from tests.support.ddp_runs import attached, hook_beside_loop
 from tests.support.ddp_runs import make as make_model
+from tests.support.exchanging import errors_everywhere
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.logs import log_lines
 from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
@@ -199,6 +201,49 @@ def test_errors_do_not_carry_the_loss_scale(rank: int, world_size: int, how: str
         assert optimizer.metrics()["step"] == 8
         ends.append([*params, optimizer._states[0].errors.worker])
     assert same(*ends)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def take_steps(rank: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
+    for step in steps:
+        give(params, rank, step)
+        average_gradients(optimizer)
+        optimizer.step()
+
+
+def save_in_the_warmup_stage(rank: int, world_size: int, folder: str) -> tuple[np.ndarray, np.ndarray]:
+    params, optimizer = make(4, state="float32")
+    take_steps(rank, params, optimizer, range(3))
+    hf_compressopt.save_state(optimizer, folder)
+    return errors_everywhere(optimizer._states[0], optimizer.communicator)
+
+
+def resume_in_the_warmup_stage(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Return the errors, and the momentum before and after the first compressed step."""
+    params, optimizer = make(4, state="float32")
+    hf_compressopt.load_state(optimizer, folder)
+    errors, momenta = errors_everywhere(optimizer._states[0], optimizer.communicator), []
+    for steps in (range(3, 5), range(5, 6)):
+        take_steps(rank, params, optimizer, steps)
+        momenta.append(flat([optimizer.state[p]["exp_avg"] for p in params]))
+    return {"errors": errors, "momenta": momenta, "alike": same_on_all_ranks(params)}
+
+
+@pytest.mark.invariant(22)
+def test_a_run_that_other_ranks_resume_in_the_warmup_stage(tmp_path: Path) -> None:
+    """One rank exchanges nothing, and sends the errors with its first momentum, which has 0.1 of a gradient."""
+    workers, server = run_ranks(2, save_in_the_warmup_stage, str(tmp_path))[0]
+    assert server.any() and all(row.any() for row in workers)
+    for world_size in (3, 1):
+        for result in run_ranks(world_size, resume_in_the_warmup_stage, str(tmp_path)):
+            assert np.array_equal(result["errors"][1], server) and result["alike"]
+            for worker in result["errors"][0]:
+                np.testing.assert_allclose(worker, workers.mean(axis=0), atol=1e-6)
+    before, after = result["momenta"]
+    sent = flat(gradients(0, 5)) + workers.mean(axis=0) + server
+    np.testing.assert_allclose(after, 0.9 * before + 0.1 * sent, rtol=1e-5, atol=1e-6)
 
 
 # -- DDP --------------------------------------------------------------------------------------------------------------

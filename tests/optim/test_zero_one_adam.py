@@ -109,8 +109,9 @@ def test_averaged_parameters(rank, world_size):
     problem = ZeroOneProblem(MIXED_CASE, world_size, 0)
     optimizer, params = make_optimizer(problem)
     undisturbed, others = make_optimizer(problem)
+    settled, alike = make_optimizer(problem)  # at one step inside an interval
     for t in range(1, STEPS + 1):
-        for each, tensors in ((optimizer, params), (undisturbed, others)):
+        for each, tensors in ((optimizer, params), (undisturbed, others), (settled, alike)):
             set_gradients(problem, each, tensors, rank, t)
             each.step()
         own = torch.from_numpy(flat_params(params))
@@ -124,6 +125,12 @@ def test_averaged_parameters(rank, world_size):
         with suppress(KeyError), optimizer.averaged_parameters():
             raise KeyError("an evaluation that fails")
         assert different(everything(undisturbed, others), everything(optimizer, params)) == [], t
+        if t == 18:
+            settled.settle_parameters()
+            assert same_on_all_ranks(p for group in alike for p in group)
+            assert all(state.own_params is None for state in settled._states)
+        elif t == 20:  # the sync after it
+            assert different(everything(undisturbed, others), everything(settled, alike)) == []
     assert optimizer.metrics()["bytes_sent"] == undisturbed.metrics()["bytes_sent"]
 
 
