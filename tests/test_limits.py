@@ -19,8 +19,8 @@ INSIDE = {name.partition(".")[2]: path for name, path in MODULES.items() if "." 
 
 TOTALS = {
     "modules of the package": 84,
-    "lines of the package": 22_517,
-    "lines of tests": 25_607,
+    "lines of the package": 22_532,
+    "lines of tests": 25_786,
     "lines of scripts": 4_500,
 }
 CALLED = {"OnebitAdam": 15, "ZeroOneAdam": 16, "OnebitLamb": 15, "DDP, int4 gradients": 10, "ZeRO-2": 14}
