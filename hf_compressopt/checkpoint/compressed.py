@@ -53,7 +53,7 @@ def room_for_messages(
 
 @dataclass(frozen=True)
 class GroupBuffers:
-    """What a param group has: the optimizer's own tensors, or, in the stored form, those that a load fills."""
+    """Tensors of a param group: the optimizer's own, or, in the stored form, those that a load fills."""
 
     state: GroupState
     moments: Moments

@@ -193,7 +193,7 @@ ERRORS = {"group0": 105, "group1": 42}  # of each group that is compressed: its 
 
 
 def resharded(name: str, tensors: dict[str, Tensor], saved_by: int, loaded_by: int) -> dict[str, Tensor]:
-    """What a checkpoint of some ranks holds when others have loaded it and saved it again."""
+    """Contents of a checkpoint of some ranks that others have loaded and saved again."""
     if saved_by == loaded_by:
         return tensors
     own = families(tensors)

@@ -1,4 +1,4 @@
-"""W ranks in one process: gradients averaged by integer messages with error feedback, and ZeRO with small messages.
+"""W ranks in one process: gradients averaged by integer messages with error feedback, and ZeRO with low-bit messages.
 
 The messages are numpy's. Every operation is rounded to float32 as docs/algorithms.md says, so that real ranks must
 leave the same bits.

@@ -1,4 +1,4 @@
-"""ZeRO with small messages, and in two levels: the arithmetic, what a step that is skipped leaves, and the bytes."""
+"""ZeRO with low-bit messages, flat and hierarchical: the arithmetic, what skipped steps leave, and the bytes."""
 
 import copy
 from collections.abc import Sequence
