@@ -32,7 +32,7 @@ LoadPlan = tuple[Sequence[StateTensor], Callable[[], None]]
 
 
 class Kind:
-    """Contents of tensors that are no moments."""
+    """Kinds of tensors other than moments."""
 
     WORKER, SERVER, STEP = "worker_error", "server_error", "step"
     CODE, TOP = "exp_avg_sq_code", "exp_avg_sq_top"  # of a variance in 8 bits

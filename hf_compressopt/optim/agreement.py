@@ -181,7 +181,7 @@ class StepGradients:
     """The gradients of one step, and what is wrong with them."""
 
     states: Sequence[GroupState]
-    groups: Grads  # one entry per trainable parameter, None without gradient; empty if they are no such list
+    groups: Grads  # one entry per trainable parameter, None without a gradient; empty if the count is wrong
     fault: Exception | None  # to raise on this rank
     communicator: Communicator
     ask: bool  # whether the ranks must agree on the norm, since some gradients are each rank's own

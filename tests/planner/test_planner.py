@@ -70,7 +70,7 @@ def test_bytes_are_those_that_the_interface_counted() -> None:
             whole = 0.01 if row["method"] == "zero2_int4" else 0.0  # vectors travel in full precision
             assert row["sent"] == pytest.approx(step.sent, rel=headers + whole), row
             assert step.on_link == pytest.approx(step.sent)  # one rank on each node
-    assert steps.keys() - seen <= {"int8"}  # of which there are no rows
+    assert steps.keys() - seen <= {"int8"}  # whose rows are of several ranks on a node
 
 
 # -- terms against simulations ----------------------------------------------------------------------------------------
