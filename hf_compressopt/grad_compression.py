@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.backward import take_over
-from hf_compressopt.collectives.communicator import Communicator, Traffic
+from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.collectives.gradients import GradientRounds, IntegerBucket, as_it_is
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions, with_topology
@@ -182,12 +182,13 @@ class GradientCompression:
 
         Returns:
             ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent`` (in the hierarchical topology to other nodes only,
-            beside ``bytes_sent_in_node``); ``compression_ratio`` (bytes of a float32 ring all-reduce over bytes sent,
-            of the last step; in the hierarchical topology both on the link of a node); ``seconds_communication`` (host
-            seconds blocked so far).
+            beside ``bytes_sent_in_node``); ``compression_ratio`` (bytes that DDP would send for gradients of these
+            dtypes over bytes sent, of the last step; in the hierarchical topology both on the link of a node);
+            ``bytes_uncompressed`` and ``bytes_on_link``, both sums for all steps of this process;
+            ``seconds_communication`` (host seconds blocked so far).
         """
         place, skipped = self.communicator.topology, {"skipped_steps": float(self.skipped_steps)}
-        full = 2 * (place.world_size - 1) / place.world_size * 4 * self.layout.numel
+        full = all_reduce_bytes(self.params, place.world_size)
         return skipped | self.traffic.metrics(full, self.traffic.step_bytes, place.node_size)
 
     def describe(self) -> str:

@@ -6,7 +6,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ class Traffic:
         self.node_bytes: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.step_bytes = self._bytes_before = 0
+        self.steps = 0  # of this process, since the last restore
         self._read, self._since = (0, 1), (0, 0)  # bytes and steps: that were read last, and of local steps since then
         self._whole, self._paused = whole, False
 
@@ -77,6 +78,7 @@ class Traffic:
         """Close a step: ``step_bytes`` becomes the bytes sent since the last call. ``local``: ranks may step alone."""
         total = self.total_bytes
         self.step_bytes, self._bytes_before = total - self._bytes_before, total
+        self.steps += 1
         if local:
             self._since = self._since[0] + self.step_bytes, self._since[1] + 1
         else:
@@ -92,11 +94,14 @@ class Traffic:
     def metrics(self, full: float, sent: float, node_size: int) -> dict[str, float]:
         """Return numbers for a log; a step has ``sent`` so much, in place of ``full`` bytes on the link of a node."""
         inside = sum(self.node_bytes.values())
+        here = self.total_bytes - self.bytes["before_resume"]
         return {
             **({"bytes_sent_in_node": float(inside)} if inside else {}),
             "bytes_sent_step": float(sent),
             "bytes_sent": float(self.total_bytes),
             "compression_ratio": full / (sent * node_size) if sent > 0 else 1.0,
+            "bytes_on_link": float(here * node_size),
+            "bytes_uncompressed": full * self.steps,
             "seconds_communication": sum(self.seconds.values()),
         }
 
@@ -104,6 +109,12 @@ class Traffic:
         """Continue from a checkpoint at which ``total_bytes`` had been sent."""
         self.bytes.clear()
         self.bytes["before_resume"] = self._bytes_before = total_bytes
+        self.steps = 0
+
+
+def all_reduce_bytes(params: Iterable[Tensor], world_size: int) -> float:
+    """Bytes that a rank sends where DDP averages the gradients of these parameters, each in its own dtype."""
+    return 2 * (1 - 1 / world_size) * sum(param.nbytes for param in params)
 
 
 class Handle:

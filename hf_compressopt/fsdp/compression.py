@@ -320,13 +320,14 @@ class FSDPCompression:
 
         Returns:
             ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent``, of the messages; ``compression_ratio`` (bytes
-            of a float32 ring all-reduce of the shards, or reduce-scatter of the model, and of one all-gather of its
-            parameters if they are compressed, over bytes sent, of the last pass); ``seconds_communication`` (host
-            seconds blocked so far).
+            that FSDP2 would send in the dtype of its gradients, for an all-reduce of the shards or a reduce-scatter of
+            the model, and for one all-gather of its parameters if they are compressed, over bytes sent, of the last
+            pass); ``bytes_uncompressed`` and ``bytes_on_link``, both sums for all passes of this process;
+            ``seconds_communication`` (host seconds blocked so far).
         """
         ranks, gathered = self.communicator.world_size, sum(gather.unit.gathered_nbytes for gather in self.gathers)
-        numel = sum(errors.unit.numel for errors in self.units)  # of this rank's shards, padding included
-        full = (ranks - 1) * (4 * numel * (2 / ranks if self.replicated else 1) + gathered)
+        reduced = sum(errors.unit.reduced_nbytes for errors in self.units)
+        full = (ranks - 1) * (reduced * (2 / ranks if self.replicated else 1) + gathered)
         numbers = self.traffic.metrics(full, self.traffic.step_bytes, node_size=1)
         numbers.pop("bytes_sent_in_node", None)  # inside a replica FSDP2 sends, and does not tell
         return {"skipped_steps": float(self.skipped_steps), **numbers}

@@ -36,6 +36,12 @@ class Unit:
         return sum(self.numels)
 
     @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of this rank's shards of all gradients, in the dtype in which FSDP2 reduces them."""
+        policy, rows = self.group.mp_policy, zip(self.numels, self.params, strict=True)
+        return sum(numel * (policy.reduce_dtype or policy.param_dtype or p.dtype).itemsize for numel, p in rows)
+
+    @property
     def gathered_nbytes(self) -> int:
         """Bytes of this rank's shards of all parameters, frozen ones too, in the dtype in which they are gathered."""
         params = [(p.padded_sharded_param_size.numel(), p.sharded_param.dtype) for p in self.group.fsdp_params]

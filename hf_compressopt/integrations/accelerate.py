@@ -364,6 +364,9 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             stepped = [found for found in state.untold if found.metrics()["bytes_sent_step"] > 0]
             state.untold = [found for found in state.untold if found not in stepped]
             lines = [line for found in stepped if (line := log.describe_saving(found))]
+            if self.is_main_process:
+                for excess in filter(None, map(log.describe_excess, stepped)):
+                    logger.warning("%s", excess)
         for line in lines if self.is_main_process else ():
             if line not in state.said:
                 state.said.append(line)

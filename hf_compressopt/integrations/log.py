@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX
+from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.zero.memory import memory_report
 from hf_compressopt.zero.optimizer import ZeroOptimizer
@@ -19,6 +20,8 @@ _LOGGED = (
     *("stage", "zero_stage", "bytes_sent", "bytes_sent_step", "bytes_sent_in_node"),
     *("compression_ratio", "seconds_communication", "gradient_noise_scale"),
 )
+#: A ratio of bytes that is worth a line in the log.
+_NOTABLE = 1.05
 _steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of the run, by optimizer
 _fits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # the schedule that was chosen for it, in words
 
@@ -56,22 +59,48 @@ def prefixed_metrics(*states: Any) -> dict[str, float]:
 
 
 def describe_saving(state: Any) -> str:
-    """Compare the bytes of the last step with full precision, and ZeRO's state with the whole; "" if none is saved."""
-    metrics, said = state.metrics(), []
-    sent, ratio = metrics["bytes_sent_step"], metrics.get("compression_ratio", 1.0)
-    if sent > 0 and ratio >= 1.05:
-        ranks = state.communicator.topology.node_size  # of a node, which share its link
-        link = " over each node's link" if ranks > 1 else ""
-        full, sent = (_with_unit(value * ranks) for value in (sent * ratio, sent))
-        said.append(f"full precision would send {full} a step{link}, this run sends {sent} ({ratio:.1f}x fewer)")
+    """Compare the bytes of the last step with DDP's, and ZeRO's state with the whole; "" if none is saved."""
+    said = []
+    full, sent, ratio, link = _last_step(state)
+    if sent and ratio >= _NOTABLE:
+        said.append(f"{_alone(state)} would send {full} a step{link}, this run sends {sent} ({ratio:.1f}x fewer)")
     if isinstance(state, ZeroOptimizer) and state.communicator.world_size > 1:
         found = memory_report(state)
-        whole = _with_unit((found.states + found.masters) * state.communicator.world_size)
-        said.append(f"{_with_unit(found.states + found.masters + found.errors)} of state on this rank, not {whole}")
+        whole = with_unit((found.states + found.masters) * state.communicator.world_size)
+        said.append(f"{with_unit(found.states + found.masters + found.errors)} of state on this rank, not {whole}")
     return "; ".join(said)
 
 
-def _with_unit(nbytes: float) -> str:
+def describe_excess(state: Any) -> str:
+    """Say that the last step has sent more than DDP would, and what helps; "" if it has not."""
+    full, sent, ratio, link = _last_step(state)
+    if not sent or ratio > 1 / _NOTABLE:
+        return ""
+    remedy = "use an ordinary optimizer with grad_compression=int4"
+    if isinstance(state, ZeroOptimizer) and state.stage == 2:
+        remedy = (
+            "stage 2 sends the gradients of every micro-batch; with gradient accumulation zero_stage=1 sends once a "
+            "step, and grad_compression=int4 without ZeRO sends least"
+        )
+    return (
+        f"this run sends {sent} a step{link}, {1 / ratio:.1f}x more than {_alone(state)}, which would send {full}: "
+        f"{remedy}"
+    )
+
+
+def _last_step(state: Any) -> tuple[str, str, float, str]:
+    """What the last step would have sent and has sent ("" for nothing), their ratio, and the link if not a rank's."""
+    metrics, ranks = state.metrics(), state.communicator.topology.node_size  # of a node, which share its link
+    sent, ratio = metrics["bytes_sent_step"] * ranks, metrics["compression_ratio"]
+    return with_unit(sent * ratio), with_unit(sent) if sent else "", ratio, " over each node's link" * (ranks > 1)
+
+
+def _alone(state: Any) -> str:
+    """What would send the gradients without this package."""
+    return "FSDP2" if isinstance(state, FSDPCompression) else "DDP"
+
+
+def with_unit(nbytes: float) -> str:
     units = ("B", "kB", "MB", "GB")
     place = next((i for i in range(len(units) - 1) if nbytes < 999.5 * 1000**i), len(units) - 1)
     return f"{nbytes / 1000**place:.3g} {units[place]}"

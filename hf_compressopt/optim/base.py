@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.backward import take_over
-from hf_compressopt.collectives.communicator import Communicator, Traffic
+from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce, in_runs, run_tasks
 from hf_compressopt.collectives.gradients import average_group
 from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
@@ -678,7 +678,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         Returns:
             ``stage`` (0.0 is the warmup stage), ``step``, ``skipped_steps``, ``rounds`` (steps with an average or a
             message); ``bytes_sent_step`` and ``bytes_sent`` by this rank, if hierarchical to other nodes, and
-            ``bytes_sent_in_node``; ``compression_ratio``; seconds that the host was blocked, ``seconds_all_to_all``,
+            ``bytes_sent_in_node``; ``compression_ratio`` (bytes that DDP would send for gradients of these dtypes over
+            those of the last step, on the link of a node); ``bytes_uncompressed`` and ``bytes_on_link``, both sums for
+            all steps of this process; seconds that the host was blocked, ``seconds_all_to_all``,
             ``seconds_all_gather`` and ``seconds_communication``; ``gradient_noise_scale`` in batches of one rank, once
             local gradients were clipped by clip="sketch". Of 0/1 Adam's local steps bytes are means since the last
             call that had a sync to report.
@@ -687,7 +689,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _metrics(self, sent: float) -> dict[str, float]:
         states, traffic, noise = self._states, self.traffic, self._consensus.noise.scale
-        full = sum(2 * (1 - 1 / s.communicator.world_size) * FLOAT_BYTES * s.layout.numel for s in states)
+        full = sum(all_reduce_bytes(state.params, state.communicator.world_size) for state in states)
         node_size = max((s.communicator.topology.node_size for s in states), default=1)  # all ranks of the node send
         in_full = self.last_plan.reduce_grads and not self.warmup_gradients.in_use
         return {
@@ -708,16 +710,16 @@ class CompressedOptimizer(torch.optim.Optimizer):
             return
         self._bytes_compared = True
         numbers = self._metrics(self.traffic.mean_bytes(peek=True))
-        sent, ratio = numbers["bytes_sent_step"], numbers["compression_ratio"]
-        if sent > 0 and ratio < FOUR_BITS_RATIO:
+        numel = sum(state.layout.numel for state in self._states)
+        wide = sum(param.nbytes for state in self._states for param in state.params) / max(1, FLOAT_BYTES * numel)
+        sent, ratio, in_four_bits = numbers["bytes_sent_step"], numbers["compression_ratio"], wide * FOUR_BITS_RATIO
+        if sent > 0 and ratio < in_four_bits:
             message = (
-                "a step sends %.0f bytes, full precision only %.1f times as many, and gradients in 4 bits %.1f times "
-                "fewer than full precision: the model has too few parameters (%d) for what messages carry beside "
-                "signs, or scale_block=%s is too small. Use an ordinary optimizer with grad_compression='int4', or a "
-                "larger scale_block"
+                "a step sends %.0f bytes, DDP only %.1f times as many, and gradients in 4 bits %.1f times fewer than "
+                "DDP: the model has too few parameters (%d) for what messages carry beside signs, or scale_block=%s is "
+                "too small. Use an ordinary optimizer with grad_compression='int4', or a larger scale_block"
             )
-            numel = sum(state.layout.numel for state in self._states)
-            self._log(logging.WARNING, message, sent, ratio, FOUR_BITS_RATIO, numel, self.scale_block)
+            self._log(logging.WARNING, message, sent, ratio, in_four_bits, numel, self.scale_block)
 
     def describe(self) -> str:
         """Return one line for the log: class, size, schedule, ranks, kernels."""

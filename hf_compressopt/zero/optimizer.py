@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from hf_compressopt.collectives.backward import warn_unguarded
-from hf_compressopt.collectives.communicator import Communicator, Traffic
-from hf_compressopt.flat import FLOAT_BYTES
+from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.optim.math import evaluate, in_float32
 from hf_compressopt.optim.options import check_last_group
 from hf_compressopt.optim.state import load_with_hooks, switched
@@ -552,11 +551,12 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     def metrics(self) -> dict[str, float]:
         """Return numbers for a log, of this rank: stage, step, bytes sent, host seconds in communication, skips.
 
-        ``compression_ratio`` is the bytes of a float32 ring all-reduce over those of the last step. In the
+        ``compression_ratio`` is the bytes that DDP would send for gradients of these dtypes over those of the last
+        step; ``bytes_uncompressed`` and ``bytes_on_link`` are both sums for all steps of this process. In the
         hierarchical topology bytes are those to other nodes, beside ``bytes_sent_in_node``.
         """
-        numel, place = sum(param.numel() for param in self.trainable_parameters), self.communicator.topology
-        full = 2 * (1 - 1 / place.world_size) * FLOAT_BYTES * numel
+        place = self.communicator.topology
+        full = all_reduce_bytes(self.trainable_parameters, place.world_size)
         return {
             "zero_stage": float(self.stage),
             "step": float(self.steps),

@@ -153,9 +153,53 @@ def test_the_log_says_once_what_was_attached_and_after_a_step_what_it_saves(tmp_
         assert found[1] == [] and len(found[0]) == 2, found
         assert found[0][0].startswith(f"attached {name}") and said in found[0][0]
         ratio = "3.5x" if "warmup_bits=8" in str(arguments) else "7.8x" if "int4" in said else "6.1x"  # 4 % are vectors
-        assert found[0][1].startswith("full precision would send 65 kB a step, this run sends "), found[0][1]
+        assert found[0][1].startswith("DDP would send 65 kB a step, this run sends "), found[0][1]
         saved = f"({ratio} fewer)" if "ZeRO" not in name else "(1.4x fewer); 97 kB of state on this rank, not 130 kB"
         assert found[0][1].endswith(saved), found[0][1]
+
+
+def savings(rank: int, world_size: int, *rows: tuple[torch.dtype, dict[str, Any], int]) -> list[tuple[Any, list[str]]]:
+    """The metrics of the last step, and the lines of the log, for weights of a dtype and so many micro-batches."""
+    found = []
+    for dtype, options, accumulation in rows:
+        use_accelerate(rank, world_size)
+        plugin = CompressOptPlugin(total_steps=50, **options)
+        accelerator: Any = CompressOptAccelerator(
+            cpu=True, compressopt_plugin=plugin, gradient_accumulation_steps=accumulation
+        )
+        layers = torch.nn.Linear(256, 512, bias=False, dtype=dtype)
+        model, optimizer = accelerator.prepare(layers, torch.optim.AdamW(layers.parameters(), lr=1e-3))
+        with log_lines() as lines:
+            for _ in range(3 * accumulation):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.ones(2, 256, dtype=dtype)).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+        states = [*accelerator.our_optimizers(), *accelerator._compressopt.models.compressions()]
+        found.append((states[0].metrics(), lines))
+    return found
+
+
+def test_savings_are_against_what_ddp_would_send_for_gradients_of_the_same_dtype() -> None:
+    wide, half = torch.float32, torch.bfloat16
+    int4, zero = {"grad_compression": "int4"}, {"zero_stage": 2}
+    rows = [(wide, int4, 1), (half, int4, 4), (half, {"optimizer": "onebit_adam"}, 1), (half, zero, 1), (half, zero, 4)]
+    (of_wide, of_half, of_adam, of_zero, of_many), others = run_ranks(2, savings, *rows)
+    assert [round(metrics["compression_ratio"], 1) for metrics, _ in (of_wide, of_half)] == [7.8, 3.9]
+    assert of_adam[0]["compression_ratio"] == pytest.approx(3.9, rel=0.02)
+    assert of_zero[0]["compression_ratio"] == pytest.approx(1, rel=1e-3) and not any(
+        "x fewer" in line for line in of_zero[1]
+    )
+    numel = 256 * 512
+    for (metrics, lines), said in ((of_wide, "524 kB"), (of_half, "262 kB"), (of_adam, "262 kB")):
+        assert sum(f"DDP would send {said} a step" in line for line in lines) == 1, lines
+        assert metrics["bytes_uncompressed"] == 3 * numel * (4 if said == "524 kB" else 2)
+        assert metrics["bytes_on_link"] == metrics["bytes_sent"] > 0
+    # ZeRO-2 sends every micro-batch: gradients of four, and the parameters once, each way the half of 262 kB
+    assert of_many[0]["compression_ratio"] == pytest.approx(2 / 5, rel=1e-3)
+    more = [line for line in of_many[1] if "2.5x more than DDP, which would send 262 kB" in line]
+    assert len(more) == 1 and "zero_stage=1 sends once a step" in more[0], of_many[1]
+    assert not any("more than DDP" in line for _, lines in (of_wide, of_half, of_zero, *others) for line in lines)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
