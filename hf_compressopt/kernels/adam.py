@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hf_compressopt.kernels import library, reference, selfcheck
-from hf_compressopt.kernels.memory import address_of, holds_values, in_memory
+from hf_compressopt.kernels.memory import address_of, holds_values, in_memory, with_memory
 from hf_compressopt.kernels.native import DTYPES
 
 _PLAIN = {Tensor, torch.nn.Parameter}  # torch updates other types, such as DTensor
@@ -150,6 +150,7 @@ class AdamPlan:
                 or p.data_ptr() != param_at
                 or m.data_ptr() != exp_avg_at
                 or v.data_ptr() != exp_avg_sq_at
+                or p.is_contiguous() is not (strides is None)
                 or g.numel() != numel
                 or g.dtype is not dtype
                 or (None if g.is_contiguous() else g.stride()) != strides
@@ -358,7 +359,7 @@ class AdamTable:
         """Take a step with gradients of the table's dtypes and strides; a RuntimeError if the device fails."""
         grads_at = _addresses(grads)
         if 0 in grads_at:
-            grads = [in_memory("a gradient", grad) for grad in grads]
+            grads = [with_memory("a gradient", grad) for grad in grads]
             grads_at = _addresses(grads)
         if grads_at != self._grads_at:
             self._grads[:], self._grads_at = array("Q", grads_at), grads_at

@@ -46,14 +46,22 @@ def in_memory(name: str, tensor: Tensor) -> Tensor:
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
     if (problem := why_not_dense(tensor)) is None:
-        tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
-        if address_of(tensor) or tensor.numel() == 0 or tensor.is_meta:
-            return tensor
-        copy = tensor.clone()  # stores lazy zeros, and waits for the pending result of a collective
-        if address_of(copy):
-            return copy
-        problem = f"a {type(tensor).__name__} without memory of its own"
-    raise TypeError(f"{name} must hold its values in dense memory, got {problem}: give a plain dense tensor")
+        return with_memory(name, tensor if tensor.is_contiguous() else tensor.contiguous())
+    raise _no_values(name, problem)
+
+
+def with_memory(name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor if it has memory or no elements, else a copy of the same strides; or raise a TypeError."""
+    if address_of(tensor) or tensor.numel() == 0 or tensor.is_meta:
+        return tensor
+    copy = tensor.clone()  # stores lazy zeros, and waits for the pending result of a collective
+    if address_of(copy) and copy.stride() == tensor.stride():
+        return copy
+    raise _no_values(name, f"a {type(tensor).__name__} without memory of its own")
+
+
+def _no_values(name: str, problem: str) -> TypeError:
+    return TypeError(f"{name} must hold its values in dense memory, got {problem}: give a plain dense tensor")
 
 
 def holds_values(tensor: Tensor) -> bool:

@@ -199,6 +199,31 @@ def test_memory_layout_does_not_matter(kernels: str) -> None:
     contract.test_memory_layout_does_not_matter(FusedAdam)
 
 
+@pytest.mark.parametrize("beside", ["no elements", "lazy zeros"])
+def test_strides_are_kept_beside_gradients_without_memory(beside: str, kernels: str) -> None:
+    """Elements meet their own gradients in every layout, also in a plan that is used again."""
+    shapes = [(6, 4), (2, 3, 4, 4), (0, 4), (2, 3, 4, 4), (5, 3, 2)]
+
+    def laid_out() -> list[nn.Parameter]:
+        matrix, image, empty, lazy, turned = (p.detach() for p in parameters(shapes))
+        image, lazy = (t.contiguous(memory_format=torch.channels_last) for t in (image, lazy))
+        rows = [matrix.t().contiguous().t(), image, lazy, turned.permute(2, 0, 1)]
+        return [nn.Parameter(t) for t in ([empty, *rows] if beside == "no elements" else rows)]
+
+    params, others = laid_out(), [nn.Parameter(p.detach().contiguous()) for p in laid_out()]
+    optimizers = [FusedAdam(row, lr=0.01, weight_decay=0.1) for row in (params, others)]
+    for t in range(3):
+        draw(t, params, others)
+        for p in params:
+            p.grad = torch.empty_like(p).copy_(p.grad)
+        if beside == "lazy zeros" and t == 1:
+            params[2].grad = torch._efficientzerotensor(2, 4, 4, 3).permute(0, 3, 1, 2)
+            others[2].grad = torch.zeros(2, 3, 4, 4)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_close(params, others)
+
+
 @pytest.mark.invariant(11)
 @contract.LRS
 def test_tensor_lr(lr: torch.Tensor, kernels: str) -> None:
@@ -245,6 +270,7 @@ CHANGES: dict[str, Any] = {
     "group": _add_group,
     "step": lambda row, owner: owner.state[row[1]].update({"step": torch.full((), 100.0)}),
     "transposed": _transpose,
+    "data transposed": lambda row, owner: setattr(row[2], "data", row[2].data.t()),  # at the same address
 }
 for _name in MOMENTS:
     CHANGES |= {
