@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -259,6 +260,20 @@ class Communicator(ABC):
                 f"ranks {different} differ from rank 0 in {what}: rank {different[0]} has "
                 f"{everyone[different[0]]}, rank 0 {everyone[0]}"
             )
+
+    def require_equal_rows(self, what: str, mine: Sequence[str]) -> None:
+        """Raise a ValueError on all ranks, with the first row that differs, if a rank's rows differ from rank 0's."""
+        digests = self.all_gather_object([len(mine), crc32("\n".join(mine).encode())])
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if not different:
+            return
+        everyone = self.all_gather_object(list(mine))  # by now all ranks know that they are needed
+        theirs, first = everyone[different[0]], everyone[0]
+        row = next(n for n in range(max(len(theirs), len(first))) if theirs[n : n + 1] != first[n : n + 1])
+        found, expected = ("".join(rows[row : row + 1]) or "nothing more" for rows in (theirs, first))
+        raise ValueError(
+            f"ranks {different} differ from rank 0 in {what}: rank {different[0]} has {found}, rank 0 {expected}"
+        )
 
     def raise_together(self, error: Exception | None, others: type[Exception] = RuntimeError) -> None:
         """Raise on every rank if any rank has an error: its own one, else one of type ``others`` that quotes them."""

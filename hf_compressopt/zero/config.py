@@ -178,6 +178,11 @@ class ZeroConfig:
         elif isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < float("inf"):
             raise ValueError(f"loss_scale must be a number > 0 or 'dynamic', got {scale!r}")
 
+    def rows(self) -> list[str]:
+        """Return the options that all ranks must have alike, as text."""
+        own = ("communicator", "comm_backend_name")  # an object of this rank, perhaps
+        return [f"{o.name}={getattr(self, o.name)!r}" for o in fields(self) if o.init and o.name not in own]
+
     @classmethod
     def split(cls, config: ZeroConfig | None, options: dict[str, Any]) -> tuple[ZeroConfig, dict[str, Any]]:
         """Separate ZeroOptimizer's options, given as one object or among ``options``, from the wrapped optimizer's."""

@@ -260,8 +260,8 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
     def _finish_gradients(self) -> float:
         self._reducer.backward.require_attached()
-        options = [self.optimizer_class.__name__, self.steps, self.clip_grad, vars(self.loss_scale)]
-        self.partition.check_ranks_agree(options)
+        options = [self.optimizer_class.__name__, f"clip_grad {self.clip_grad}", f"loss scale {vars(self.loss_scale)}"]
+        self.partition.check_ranks_agree(self.steps, options, self.param_groups)
         return self._reducer.finish(self.partition, self.param_groups)
 
     @torch.no_grad()
@@ -276,7 +276,8 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             [] float32, the norm before clipping.
 
         Raises:
-            ValueError: If ``max_norm`` is not positive, or ``parameters`` leaves out some of the optimizer's.
+            ValueError: If ``max_norm`` is not positive, or ``parameters`` leaves out some of the optimizer's. If ranks
+                give another ``max_norm``, on all ranks; if the norm was known already, in the next step.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
@@ -284,6 +285,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             given = {id(param) for param in parameters}
             if any(id(param) not in given for param in self.partition.tensors):
                 raise ValueError("parameters must hold all trainable parameters of the optimizer, some are missing")
+        self._reducer.max_norm = float(max_norm)
         square = self._finish_gradients()
         norm = in_float32(math.sqrt(square)) if square >= 0 else math.nan
         self._reducer.clip(norm, max_norm)

@@ -19,9 +19,13 @@ from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_commun
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.math import bit_sum, trust_ratio
+from hf_compressopt.optim.options import plain_group, plain_value
 from hf_compressopt.zero.config import ZeroConfig, check_parameters
 from hf_compressopt.zero.parts import Part, TrainedParameter, UpdateBucket, hyperparameters, join, partition
 from hf_compressopt.zero.reducer import GradientReducer, LossScale, SliceGradients, gather_parameters, send_differences
+
+#: Hyperparameters that schedulers change.
+_SCHEDULED = ("lr", "weight_decay", "betas", "momentum")
 
 
 class PartitionedParameters:
@@ -167,15 +171,33 @@ class PartitionedParameters:
                 part.move_state()
         self.reducer.follow_parameters()
 
-    def check_ranks_agree(self, options: Sequence[Any]) -> None:
-        """Check once before the first step that all ranks have the same layout, options (by repr) and parameters."""
+    def check_ranks_agree(self, steps: int, options: Sequence[str], groups: Sequence[dict[str, Any]]) -> None:
+        """Check once before the first step that all ranks have the same layout, options and parameters."""
         self.reducer.check_layout()
         if self.ranks_checked:
             return
-        self.communicator.require_equal("optimizer, step or options", repr(options))
-        digest = sum(int(bit_sum(self.tensors[number])) for number in self.reducer.numbers_of(self.communicator))
-        self.communicator.require_equal("the bits of their parameters (are they alike at the start?)", digest)
+        rows = [f"{steps} steps taken", *options]
+        if steps == 0:  # later a wrapped optimizer may have changed them, on the ranks that have parts of a group
+            shared = [group for group in groups if group.get("process_group") is None]
+            rows += [f"param group {number} with {plain_group(group)}" for number, group in enumerate(shared)]
+        self.communicator.require_equal_rows("optimizer, step, options or hyperparameters", rows)
+        shared_parameters = self.reducer.numbers_of(self.communicator)
+        bits = [f"{self.known[number].name} with {int(bit_sum(self.tensors[number]))}" for number in shared_parameters]
+        self.communicator.require_equal_rows("the bits of their parameters (are they alike at the start?)", bits)
         self.ranks_checked = True
+
+    def options_of_step(
+        self, communicator: Communicator, groups: Sequence[dict[str, Any]], max_norm: float | None
+    ) -> list[str]:
+        """Return what the ranks of a communicator must have alike in every step, since other code may change it."""
+        rows = [f"clip_grad_norm_({max_norm})"]
+        for number, group in enumerate(groups):
+            if self._by_group.get(group.get("process_group")) is communicator:
+                values = {name: group[name] for name in _SCHEDULED if name in group}
+                # the host would wait for a tensor on a device; the first step compares it
+                known = {k: plain_value(v) for k, v in values.items() if not isinstance(v, Tensor) or v.is_cpu}
+                rows.append(f"param group {number} with {known}")
+        return rows
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 

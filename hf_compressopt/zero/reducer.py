@@ -23,12 +23,11 @@ precision. Then (1) is among the peers: r and W are nodes, and each rank has the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -50,6 +49,7 @@ from hf_compressopt.collectives.exchange import (
 from hf_compressopt.flat import FLOAT_BYTES, Span
 from hf_compressopt.kernels import Average, Combination, CompactErrors, IntegerFormat, Segment, sum_of_squares
 from hf_compressopt.kernels.memory import is_direct, numbers_on
+from hf_compressopt.optim.agreement import digest_of
 from hf_compressopt.optim.math import known_clip_factor
 from hf_compressopt.zero.config import ZeroConfig
 from hf_compressopt.zero.parts import Part, Slice, TrainedParameter, UpdateBucket, in_host_memory, write_span
@@ -169,6 +169,7 @@ class GradientReducer:
         self.factor, self.were_clipped = 1.0, False
         self._square: float | None = None  # of the norm of the averages as they are; None if it is not known
         self._norm_of_pass = 0
+        self.max_norm: float | None = None  # to which clip_grad_norm_ has clipped last
         self._communicator, self._checked = communicator, False
         self._config, self._loss_scale = config, loss_scale
         self.pipeline = Pipeline(2 * FLOAT_BYTES * config.reduce_numel)
@@ -188,17 +189,45 @@ class GradientReducer:
         return [number for number, known in enumerate(self.known) if known.communicator is communicator]
 
     def check_layout(self) -> None:
-        """Check once that all ranks have the same slices. All ranks call."""
-        if not self._checked:
-            layout = []
-            for g in self.slices:
-                dtypes = g.sent_dtype, g.kept_dtype, g.grad_form, g.param_form
-                layout.append((g.cut.part_numel, len(g.cut.parts), *dtypes))
-            self._communicator.require_equal(
-                "trainable parameters, their sizes or dtypes, bucket size or compression",
-                [len(layout), crc32(repr(layout).encode())],
-            )
-            self._checked = True
+        """Check once that all ranks have the same options, parameters and slices. All ranks call."""
+        if self._checked:
+            return
+        self._communicator.require_equal_rows("their options of ZeRO", self._config.rows())
+        # parameters of other ranks have names of their own, but take the same place in the order of messages
+        sizes = [f"a slice of {len(g.cut.parts)} parts of {g.cut.part_numel}" for g in self.slices]
+        self._communicator.require_equal_rows(
+            "their trainable parameters, or the sizes and dtypes of these",
+            [*self._layout_of(self._communicator), *sizes],
+        )
+        others = dict.fromkeys(g.communicator for g in self.slices if g.communicator is not self._communicator)
+        if others:
+            self._communicator.raise_together(self._first_difference(others), ValueError)
+        self._checked = True
+
+    def _first_difference(self, others: Iterable[Communicator]) -> ValueError | None:
+        """Compare the param groups that have a process group of their own; return the first error."""
+        errors = []
+        for communicator in others:
+            try:
+                what = "the trainable parameters of a param group with a process_group"
+                communicator.require_equal_rows(what, self._layout_of(communicator))
+            except ValueError as error:
+                errors.append(error)
+        return errors[0] if errors else None
+
+    def _layout_of(self, communicator: Communicator) -> list[str]:
+        """Return lines for the parameters that a communicator's ranks hold, and for the slices that they send."""
+        names = {number: self.known[number].name for number in self.numbers_of(communicator)}
+        rows = []
+        for number, name in names.items():
+            tensor = self.known[number].tensor
+            rows.append(f"{name} {list(tensor.shape)} {tensor.dtype}")
+        for gradients in self.slices:
+            if gradients.communicator is communicator:
+                dtypes = gradients.sent_dtype, gradients.kept_dtype, gradients.grad_form, gradients.param_form
+                parts = [[(names[s.index], s.start, s.stop, s.offset) for s in part] for part in gradients.cut.parts]
+                rows.append(f"a slice of {gradients.cut.part_numel} elements per rank, {dtypes}, {parts}")
+        return rows
 
     def holds_gradients(self) -> bool:
         return any(self.present)
@@ -337,9 +366,10 @@ class GradientReducer:
         """Send the rest, and agree on the squared norm of the average times ``factor``. All ranks call."""
         self.backward.flush()
         if self._square is None or self._norm_of_pass != self.passes:
+            square = self._agree(partition, groups)
             if self._square is None:
                 self.factor /= self._loss_scale.value
-            self._square, self._norm_of_pass = self._agree(partition, groups), self.passes
+            self._square, self._norm_of_pass = square, self.passes
         return self._square * self.factor**2
 
     def clip(self, norm: float, max_norm: float) -> None:
@@ -383,15 +413,25 @@ class GradientReducer:
         """Exchange norms, faults, missing gradients, gradients that were not sent, and parameters newly unfrozen."""
         while True:
             left, unfrozen = self._leftovers(), self._unfrozen(partition, groups)
-            own = [float(self.fault is not None), float(any(left)), float(bool(unfrozen))]
             everyone, *others = partition.communicators()
-            sums = self._sum_flags(left, everyone, own, self._squares())
-            faults, any_left, any_unfrozen, *squares = sums
             for communicator in others:
-                self._sum_flags(left, communicator)
+                options = partition.options_of_step(communicator, groups, self.max_norm)
+                sums = self._sum_flags(left, communicator, _squared(digest_of(options)))
+                try:
+                    _require_alike(communicator, options, *sums)
+                except ValueError as error:  # the other ranks learn of it with everyone
+                    self.fault = error
+            own = [float(self.fault is not None), float(any(left)), float(bool(unfrozen))]
+            options = partition.options_of_step(everyone, groups, self.max_norm)
+            numbers = [*_squared(digest_of(options)), *own]
+            digests, digest_squares, *sums = self._sum_flags(left, everyone, numbers, self._squares())
+            _require_alike(everyone, options, digests, digest_squares)
+            faults, any_left, any_unfrozen, *squares = sums
             if faults > 0:
                 fault, self.fault = self.fault, None
-                raise fault or RuntimeError(f"{int(faults)} other rank(s) had gradients that cannot be used")
+                raise fault or RuntimeError(
+                    f"{int(faults)} other rank(s) had gradients or hyperparameters that cannot be used"
+                )
             if any_unfrozen > 0:
                 partition.add(groups, unfrozen)
                 self.check_layout()
@@ -451,6 +491,18 @@ class GradientReducer:
         for (kind, device), tensors in found.items():
             squares[kind] += sum_of_squares(tensors, device).to(squares.device)
         return squares
+
+
+def _squared(digest: int) -> list[float]:
+    """Return a number and its square: by their sums the ranks see whether all of them have the same number."""
+    return [float(digest), float(digest**2)]
+
+
+def _require_alike(communicator: Communicator, options: Sequence[str], digests: float, squares: float) -> None:
+    """Raise a ValueError on all ranks if digests with these sums differ, with the first option that does."""
+    if communicator.world_size * int(squares) != int(digests) ** 2:
+        what = "max_norm or the hyperparameters of a step (does each rank's scheduler see the same numbers?)"
+        communicator.require_equal_rows(what, options)
 
 
 def _sum_over_model(model: Communicator | None, replicated: float, split: float) -> float:

@@ -22,6 +22,7 @@ from tests.support.family import through_a_file
 from tests.support.harness import (
     _pool,
     on_ranks,
+    run_ranks,
     run_ranks_expecting_error,
     run_ranks_of_which_one_dies,
     same_on_all_ranks,
@@ -189,7 +190,7 @@ def faulty(rank: int, world_size: int, kind: str) -> None:
         ("unused", "ignore_unused_parameters=True"),
         ("sizes", "differ"),
         ("values", "alike at the start"),
-        ("messages", "bucket size or compression"),
+        ("messages", "rank 1 has grad_compression='int4', rank 0 grad_compression='none'"),
         ("unfrozen", "trainable parameters"),
         ("raises", ""),
     ],
@@ -199,6 +200,84 @@ def test_a_fault_on_one_rank_is_an_error_on_all(kind: str, message: str) -> None
     errors = run_ranks_expecting_error(2, faulty, kind, timeout=15.0)
     assert time.monotonic() - start < 14
     assert any(message in error for error in errors.values()), errors
+
+
+#: What rank 1 has otherwise than rank 0, and what the error of both says.
+UNLIKE = {
+    "names": r"trainable parameters.* rank 1 has 1\.bias \[6\] torch.float32, rank 0 0\.bias",
+    "order": r"trainable parameters.* rank 1 has 1\.weight \[6, 6\]",
+    "one more": r"trainable parameters.* rank 1 has more \[3\]",
+    "shape": r"trainable parameters.* rank 1 has 0\.weight \[36\] torch.float32, rank 0 0\.weight \[6, 6\]",
+    "reduce_bucket_size": "rank 1 has reduce_bucket_size=8, rank 0 reduce_bucket_size=None",
+    "postscale_gradients": "rank 1 has postscale_gradients=True",
+    "lr": "rank 1 has param group 0 with {'lr': 0.5, .* rank 0 param group 0 with {'lr': 0.1, ",
+    "weight_decay": "options or hyperparameters: rank 1 has param group 0",
+    "scheduler": "does each rank's scheduler see .* rank 1 has param group 0 with {'lr': 0.4,",
+    "max_norm": r"rank 1 has clip_grad_norm_\(2.0\), rank 0 clip_grad_norm_\(1.0\)",
+}
+
+
+def unlike(rank: int, world_size: int, kind: str) -> None:
+    """Parameters of one shape and equal bits, as at the start of many layers: only names tell the order."""
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    with torch.no_grad():
+        for p in layers.parameters():
+            p.fill_(0.5)
+    params = dict(layers.named_parameters())
+    options: dict[str, Any] = {"lr": 0.1}
+    if rank == 1:
+        if kind in ("reduce_bucket_size", "postscale_gradients", "lr", "weight_decay"):
+            options[kind] = {"reduce_bucket_size": 8, "postscale_gradients": True, "lr": 0.5, "weight_decay": 0.1}[kind]
+        elif kind == "names":
+            names = ["0.weight", "1.bias", "1.weight", "0.bias"]
+            params = dict(zip(names, params.values(), strict=True))
+        elif kind == "order":
+            params = dict(sorted(params.items(), reverse=True))
+        elif kind == "one more":
+            params["more"] = nn.Parameter(torch.ones(3))
+        elif kind == "shape":
+            params["0.weight"] = nn.Parameter(torch.full((36,), 0.5))
+    optimizer = ZeroOptimizer(params.items(), torch.optim.SGD, **options)
+
+    def step() -> None:
+        sum(p.sum() for p in params.values()).backward()
+        if kind == "max_norm":
+            optimizer.clip_grad_norm_(1.0 + rank)
+        optimizer.step()
+
+    if kind == "scheduler":
+        step()
+        optimizer.param_groups[0]["lr"] *= 1 + 3 * rank
+        with pytest.raises(ValueError, match=UNLIKE[kind]):
+            step()
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.step()  # with the gradients that are still there
+        torch.testing.assert_close(params["0.bias"], torch.full((6,), 0.5 - 2 * 0.1))
+    else:
+        with pytest.raises(ValueError, match=UNLIKE[kind]):
+            step()
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_ranks_that_are_not_alike_all_raise(kind: str) -> None:
+    run_ranks(2, unlike, kind, timeout=15.0)
+
+
+@on_ranks(4)
+def test_experts_of_other_sizes_on_one_rank_are_an_error_on_all(rank: int, world_size: int) -> None:
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    dense = nn.Parameter(torch.ones(30, 10))
+    for later in (False, True):
+        expert = nn.Parameter(torch.ones((20, 10) if rank < 3 or later else (10, 20)))
+        group = {"params": [expert], "process_group": pairs[rank % 2], "lr": 0.1 + rank % 2}
+        optimizer = ZeroOptimizer([{"params": [dense]}, group], torch.optim.SGD, lr=0.01)
+        optimizer.param_groups[1]["lr"] += (rank == 2) * later
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            (dense.sum() + expert.sum()).backward()
+            optimizer.step()
+        own_pair_differs = rank % 2 == (0 if later else 1)
+        assert own_pair_differs == ("differ from rank 0 in" in str(error.value).split("another rank failed")[0])
+        optimizer.detach()
 
 
 def dies(rank: int, world_size: int, file: str) -> None:
