@@ -392,7 +392,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 def _check(kernels: Any, data: selfcheck.Data) -> selfcheck.Written:
     for adam_w in (True, False):
-        step, sizes = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, adam_w, maximize=not adam_w), [data.numel, 1, 7, 100]
+        step, sizes = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, adam_w, maximize=not adam_w), data.sizes()
         grads, params = ([data.normal(n, selfcheck.DTYPES[k % 3]) for k, n in enumerate(sizes)] for _ in range(2))
         moments, squares = [data.normal(n) for n in sizes], [data.positive(n) for n in sizes]
         steps = [data.zeros(dtype=torch.float32) for _ in sizes]

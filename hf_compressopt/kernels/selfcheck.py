@@ -1,5 +1,7 @@
 """The check at the first use of native kernels on a device: each family against the reference, on 2003 elements.
 
+Tables of many tensors are read by kernels of their own on a GPU, so each family runs with few tensors and with many.
+
 A family that differs gets the reference from then on, with a WARNING that says what to report;
 ``HF_COMPRESSOPT_KERNELS=native`` makes it an error. What passed is remembered by the library's digest and the device,
 in the user's cache folder (``XDG_CACHE_HOME``): later processes check nothing.
@@ -42,14 +44,19 @@ SUMS = 1e-6  # what sums over many elements may differ by
 _CPU = torch.device("cpu")
 _RANKS = 6  # more than a group of messages that are summed by themselves
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Tensors of a bucket beside the few of an ordinary case: they fill one of a GPU's large tables, and several.
+MANY_TENSORS = (100, 800)
 checked: dict[torch.device, frozenset[str]] = {}  # the families that differ
 
 
 class Data:
-    """Operands on a device, the same for a seed wherever they lie. shift: of tensors in their memory, in elements."""
+    """Operands on a device, the same for a seed wherever they lie.
 
-    def __init__(self, device: torch.device, numel: int, shift: int = 0, seed: int = 0) -> None:
-        self.device, self.numel, self.shift = device, numel, shift
+    shift: of tensors in their memory, in elements. count: tensors of a bucket, or 0 for a few.
+    """
+
+    def __init__(self, device: torch.device, numel: int, shift: int = 0, seed: int = 0, count: int = 0) -> None:
+        self.device, self.numel, self.shift, self.count = device, numel, shift, count
         self.random = torch.Generator().manual_seed(seed)
 
     def normal(self, numel: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -64,14 +71,27 @@ class Data:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def tensors(self) -> list[reference.Segment]:
-        """Return segments of three dtypes and odd lengths that cover a bucket, the third without a tensor."""
-        third, half = self.numel // 3 + 1, self.numel // 2 + 1
-        cuts = [0, third, half, half + 1, self.numel] if self.numel > 5 else [0, self.numel]
+        """Return segments of three dtypes and odd lengths that cover a bucket, every tenth without a tensor."""
+        cuts = self._cuts()
         found = []
         for k, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
-            tensor = None if k == 2 else self.normal(stop - start + k, DTYPES[k % 3])
-            found.append(reference.Segment(tensor, 0 if tensor is None else k, stop - start, k))
+            before = k % 4
+            tensor = None if k % 10 == 2 else self.normal(stop - start + before, DTYPES[k % 3])
+            found.append(reference.Segment(tensor, 0 if tensor is None else before, stop - start, k))
         return found
+
+    def _cuts(self) -> list[int]:
+        """Return where the tensors of a bucket begin, and its end."""
+        if self.count:
+            return [k * self.numel // self.count for k in range(self.count + 1)]
+        if self.numel <= 5:
+            return [0, self.numel]
+        third, half = self.numel // 3 + 1, self.numel // 2 + 1
+        return [0, third, half, half + 1, self.numel]
+
+    def sizes(self) -> list[int]:
+        """Return the elements of tensors that are in no bucket."""
+        return [1 + k % 7 for k in range(self.count)] if self.count else [self.numel, 1, 7, 100]
 
     def combination(self) -> reference.Combination:
         return reference.Combination(self.numel, self.device, self.normal(), 0.9, self.tensors(), 0.1)
@@ -180,13 +200,18 @@ FAMILIES: dict[str, Callable[[Any, Data], Written]] = dict(
 _FAMILY = dict(compress_="compress", average_compress_="average", sum_of_squares="sketch", sketch_="sketch")
 
 
-def difference(family: str, device: torch.device, numel: int = 2003, shift: int = 1, seed: int = 0) -> str:
-    """Run the kernels of a family on a device, and the reference on the CPU. Returns in what they differ, or ""."""
+def difference(
+    family: str, device: torch.device, numel: int = 2003, shift: int = 1, seed: int = 0, count: int = 0
+) -> str:
+    """Run the kernels of a family on a device, and the reference on the CPU. Returns in what they differ, or "".
+
+    count: Tensors of a bucket, or 0 for a few.
+    """
     run = FAMILIES[family]
     with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
         try:
-            expected = list(run(reference, Data(_CPU, numel, shift, seed)))
-            got = list(run(native, Data(device, numel, shift, seed)))
+            expected = list(run(reference, Data(_CPU, numel, shift, seed, count)))
+            got = list(run(native, Data(device, numel, shift, seed, count)))
         except RuntimeError as error:
             return f"{error}"
     for k, ((wanted, most), (found, _)) in enumerate(zip(expected, got, strict=True)):
@@ -240,7 +265,7 @@ def _first_use(device: torch.device) -> frozenset[str]:
     if key in passed:
         return frozenset()
     with library.on_one_thread():
-        found = {family: words for family in FAMILIES if (words := difference(family, device))}
+        found = {family: words for family in FAMILIES if (words := _first_difference(family, device))}
     if not found:
         _remember(passed, key)
         return frozenset()
@@ -254,6 +279,14 @@ def _first_use(device: torch.device) -> frozenset[str]:
     logger.warning("%s. The reference, in PyTorch and slower, replaces these kernels", message)
     errors_too = ("compress", "average") if "integers" in found else ()  # errors in 8 bits are integers
     return frozenset((*found, *errors_too))
+
+
+def _first_difference(family: str, device: torch.device) -> str:
+    """Return in what a family differs from the reference with few tensors, or else with many, or ""."""
+    for count in (0, *MANY_TENSORS):
+        if words := difference(family, device, count=count):
+            return f"{words}, {count} tensors" if count else words
+    return ""
 
 
 def _key(device: torch.device) -> str:

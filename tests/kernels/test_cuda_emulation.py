@@ -262,9 +262,35 @@ def test_scratch_is_the_callers_and_there_may_be_none(emulator: Emulator, monkey
     assert emulator.calls("cudaMalloc") == 0
 
 
+@pytest.mark.parametrize("count", [0, *selfcheck.MANY_TENSORS])
 @pytest.mark.parametrize("family", selfcheck.FAMILIES)
-def test_the_check_of_the_first_use_passes(emulator: Emulator, family: str) -> None:
+def test_the_check_of_the_first_use_passes(emulator: Emulator, family: str, count: int) -> None:
+    assert not selfcheck.difference(family, CPU, count=count)
+
+
+# Numbers that are wrong in the kernels of large tables alone, which models of more than 46 or 80 tensors take.
+FLIPPED = {
+    "adam": ("adam", "1.0 - options.beta1)", "1.0 - options.beta1 + (Tensors::capacity > 46 ? 0.125 : 0.0))"),
+    "apply": ("sums", "+= directions;", "+= directions + (Runs::capacity > 80);"),
+    "sketch": ("sums", ".index] = squares;", ".index] = squares + (Runs::capacity > 80);"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FLIPPED)
+def test_the_check_of_the_first_use_finds_a_flipped_constant_in_a_kernel_of_many_tensors(
+    family: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, right, wrong = FLIPPED[family]
+    emulated.build_changed(tmp_path, directory, source, {right: wrong})
+    monkeypatch.setattr(selfcheck, "_cache", list)
+    monkeypatch.setattr(selfcheck, "checked", {})
+    changed = installed(tmp_path, monkeypatch)
+    next(changed).seed(1)
     assert not selfcheck.difference(family, CPU)
+    assert selfcheck.failures(CPU) == {family}
+    with pytest.raises(StopIteration):
+        next(changed)
 
 
 SIGNS, INTEGERS = SignFormat(4096), IntegerFormat(4)

@@ -36,6 +36,8 @@ def test_native_kernels_pass(family: str, device: torch.device) -> None:
     for numel in (1, 7, 33, 4097):
         for shift in (0, 3):
             assert not selfcheck.difference(family, device, numel, shift, numel)
+    for count in selfcheck.MANY_TENSORS:
+        assert not selfcheck.difference(family, CPU, count=count)
 
 
 @pytest.fixture(scope="module")
