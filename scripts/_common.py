@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(1, str(REPOSITORY))  # scripts run from the tree, whether the package is installed or not
 MIB, MB = 2**20, 1e6
 
 Variants = dict[str, Callable[[], object]]

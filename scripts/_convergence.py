@@ -23,6 +23,8 @@ from rivals import RIVALS, Rival, gradients_of
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_compressopt.collectives.communicator import Communicator
+
 ROW, VALIDATION = 4000, 240  # characters of a row; examples at most
 GLOBAL_BATCH = 8  # examples per step, over all ranks
 MAX_GRAD_NORM, WEIGHT_DECAY = 1.0, 0.01
@@ -62,6 +64,7 @@ class Model:
     heads: int = 4
     batch: int = GLOBAL_BATCH
     examples: int = 6000  # at most
+    dropout: float = 0.1  # of a SmallDecoder
 
 
 SMALL = Model(False, 1024, 64)
@@ -354,6 +357,7 @@ class SmallDecoder(nn.Module):
 
     def __init__(self, size: Model) -> None:
         super().__init__()
+        self.dropout = size.dropout
         self.words, self.places = (nn.Embedding(count, size.width) for count in (size.vocabulary, size.tokens))
         self.blocks = nn.Sequential(*(Block(size.width, size.heads) for _ in range(size.layers)))
         self.norm = nn.LayerNorm(size.width, bias=False)
@@ -365,7 +369,7 @@ class SmallDecoder(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of the tokens that have a label; both arguments [examples, tokens]."""
-        x = functional.dropout(self.words(input_ids) + self.places.weight, 0.1, self.training)
+        x = functional.dropout(self.words(input_ids) + self.places.weight, self.dropout, self.training)
         logits = self.head(self.norm(self.blocks(x)))[:, :-1]
         return functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
 
@@ -458,15 +462,25 @@ def batches(examples: Examples, steps: int, size: int, seed: int, rank: int, wor
 
 
 class Training:
-    """The optimizer of a run, with the exchange and the clipping of its gradients."""
+    """The optimizer of a run, with the exchange and the clipping of its gradients.
 
-    def __init__(self, run: Run, steps: int, model: nn.Module) -> None:
+    ours and others: the ranks, whose bytes count, and those of evaluation; None are those of torch.distributed.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        steps: int,
+        model: nn.Module,
+        ours: Communicator | None = None,
+        others: Communicator | None = None,
+    ) -> None:
         import hf_compressopt
         from hf_compressopt.collectives.torch_dist import TorchCommunicator
 
         mesh = shard(model, run.replicas) if run.replicas else None
         self.run, self.params, groups = run, list(model.parameters()), param_groups(model)
-        self.ours, self.others = TorchCommunicator(), TorchCommunicator()  # whose bytes count, and those of evaluation
+        self.ours, self.others = ours or TorchCommunicator(), others or TorchCommunicator()
         self.compressed, self.rival, self.low_bit, self.sharded = run.optimizer in PARTNER, None, None, None
         options: dict[str, Any] = {"lr": run.peak_lr}
         if self.compressed or run.zero:
@@ -484,8 +498,9 @@ class Training:
             kept = {"param_compression": run.parameters}
             self.sharded = hf_compressopt.compress_fsdp(model, mesh, run.gradients, **kept)
         elif run.gradients:
-            named, form = model.named_parameters(), run.options.get("state", "float32")
-            self.low_bit = hf_compressopt.GradientCompression(named, run.gradients, communicator=self.ours, state=form)
+            kept = {"state": "float32", **run.options}
+            named = model.named_parameters()
+            self.low_bit = hf_compressopt.GradientCompression(named, run.gradients, communicator=self.ours, **kept)
         elif run.rival:
             self.rival = RIVALS[run.rival](self.params, self.ours, **run.rival_options)
 

@@ -29,7 +29,7 @@ from torch.distributed import TCPStore
 
 from tests.support.forking import forked
 
-MAX_WORLD_SIZE = 6
+MAX_WORLD_SIZE = 8
 _TOGETHER = 1 << 16  # as it is in the package
 
 
