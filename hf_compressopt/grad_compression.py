@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.backward import take_over
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
-from hf_compressopt.collectives.errors import GroupErrors
+from hf_compressopt.collectives.feedback import ErrorFeedback
 from hf_compressopt.collectives.gradients import GradientRounds, IntegerBucket, as_it_is
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
@@ -140,7 +140,7 @@ class GradientCompression:
         self.communicator = with_topology(flat, wanted)
         self._loss_scale = loss_scale
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
-        self.errors = GroupErrors(self.layout, self.communicator, device, compact=state == "compact", used=True)
+        self.errors = ErrorFeedback(self.layout, self.communicator, device, compact=state == "compact", used=True)
         self._rounds, self._buckets = GradientRounds(), list[IntegerBucket]()
         self._checked = False
         take_over(self.params, "GradientCompression")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.checkpoint.state import MOMENTS, Entries, Header, Kind, LoadPlan, Names, State, errors_of_group
-from hf_compressopt.collectives.errors import GroupErrors
+from hf_compressopt.collectives.feedback import ErrorFeedback
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.plan import Per, StateTensor, TensorKey
 from hf_compressopt.kernels import Average, SignFormat
@@ -57,7 +57,7 @@ class GroupBuffers:
 
     state: GroupState
     moments: Moments
-    errors: GroupErrors
+    errors: ErrorFeedback
     mask: Tensor | None
 
     @classmethod

@@ -42,7 +42,7 @@ from hf_compressopt.checkpoint.state import (
     State,
 )
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.errors import values_of
+from hf_compressopt.collectives.feedback import values_of
 from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.format.index import (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_compressopt.checkpoint.state import Entries, Header, Kind, LoadPlan, Names, State, not_alike
 from hf_compressopt.collectives.communicator import Communicator, Traffic
-from hf_compressopt.collectives.errors import keep_, values_of
+from hf_compressopt.collectives.feedback import keep_, values_of
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.format.index import NODE_SIZE, TensorEntry, name_by_place
 from hf_compressopt.format.plan import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.errors import GroupErrors
+from hf_compressopt.collectives.feedback import ErrorFeedback
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import NODE_SIZE, TensorEntry
 from hf_compressopt.format.plan import StateTensor, TensorKey, dtype_name
@@ -119,7 +119,7 @@ def not_alike(key: object) -> str:
     )
 
 
-def errors_of_group(errors: GroupErrors, group: int, communicator: Communicator) -> Iterator[StateTensor]:
+def errors_of_group(errors: ErrorFeedback, group: int, communicator: Communicator) -> Iterator[StateTensor]:
     """Describe the errors of a param group as they are stored: of each rank or node, and of the servers."""
     place = communicator.topology
     own: dict[str, Any] = {"of_each_rank": True, "node_size": place.node_size}
@@ -143,7 +143,7 @@ class LowBitState(State):
         compression: GradientCompression | FSDPCompression,
         communicator: Communicator,
         params: Mapping[str, Tensor],
-        errors: Sequence[GroupErrors],
+        errors: Sequence[ErrorFeedback],
         node_size: int,
     ) -> None:
         super().__init__(communicator, [list(params)], [list(params.values())])
@@ -167,13 +167,13 @@ class LowBitState(State):
         return self._described(names[0], self._errors)
 
     @abstractmethod
-    def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> list[StateTensor]:
+    def _described(self, names: Sequence[str], errors: Sequence[ErrorFeedback]) -> list[StateTensor]:
         """Describe worker and server errors."""
 
     def _gather_in_full(self) -> None:
         """Have the coming step gather whole parameters, since a checkpoint holds no replicas of them."""
 
-    def _room(self, header: Header, entries: Entries) -> list[GroupErrors]:
+    def _room(self, header: Header, entries: Entries) -> list[ErrorFeedback]:
         """The errors that a load fills, in the form of the checkpoint."""
         return [errors.room(compact=False) for errors in self._errors]
 
@@ -219,7 +219,7 @@ class CompressionState(LowBitState):
         self._gradients._buckets = []
         return [errors.remake() for errors in self._errors]
 
-    def _room(self, header: Header, entries: Entries) -> list[GroupErrors]:
+    def _room(self, header: Header, entries: Entries) -> list[ErrorFeedback]:
         (errors,), saved = self._errors, entries.get(str(TensorKey(Kind.SERVER, group=0)))
         alike = (self.communicator.world_size, self._bucket_numel) == tuple(
             header.values.get(name) for name in ("world_size", "bucket_numel")
@@ -227,7 +227,7 @@ class CompressionState(LowBitState):
         in_bytes = saved is not None and saved.dtype == "uint8"
         return [errors.room(compact=in_bytes and alike and self.communicator.levels is None)]
 
-    def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> list[StateTensor]:
+    def _described(self, names: Sequence[str], errors: Sequence[ErrorFeedback]) -> list[StateTensor]:
         return list(errors_of_group(errors[0], 0, self.communicator))
 
 
@@ -252,7 +252,7 @@ class FSDPState(LowBitState):
     def _gather_in_full(self) -> None:
         self._fsdp.gather_in_full()
 
-    def _described(self, names: Sequence[str], errors: Sequence[GroupErrors]) -> list[StateTensor]:
+    def _described(self, names: Sequence[str], errors: Sequence[ErrorFeedback]) -> list[StateTensor]:
         described: list[StateTensor] = []
         if not any(group.worker.numel() for group in errors):
             return described

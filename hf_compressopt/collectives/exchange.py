@@ -178,17 +178,17 @@ class Order:
 
 
 @dataclass(frozen=True)
-class ErrorFeedback:
+class BucketErrors:
     """The errors of one bucket on one rank; hierarchical, the worker's are those of each chunk of its shard."""
 
     worker: tuple[Errors, ...]
     server: Errors
 
-    def like(self) -> ErrorFeedback:
+    def like(self) -> BucketErrors:
         """Return memory for errors of the same form."""
-        return ErrorFeedback(tuple(map(like_errors, self.worker)), like_errors(self.server))
+        return BucketErrors(tuple(map(like_errors, self.worker)), like_errors(self.server))
 
-    def copy_(self, other: ErrorFeedback, unless: bool | Tensor = False) -> None:
+    def copy_(self, other: BucketErrors, unless: bool | Tensor = False) -> None:
         """Take over the errors of another object of the same form, ``unless`` what may be [] bool on their device."""
         for each in zip((*self.worker, self.server), (*other.worker, other.server), strict=True):
             mine, theirs = map(tensor_of, each)
@@ -273,10 +273,10 @@ def in_runs(
 
 def all_reduce(
     zs: Sequence[Combination],
-    feedback: Sequence[ErrorFeedback],
+    feedback: Sequence[BucketErrors],
     form: MessageFormat,
     ranks: Communicator,
-    new: Sequence[ErrorFeedback] | None = None,
+    new: Sequence[BucketErrors] | None = None,
 ) -> Task[list[Average]]:
     """Average a run of buckets by compressed messages. All ranks call, for the same buckets in one order.
 
@@ -311,7 +311,7 @@ def all_reduce(
     return [Average(numel, form, part, ranks.world_size, stride) for numel, part, stride in rows]
 
 
-def _with_old_errors(z: Combination, feedback: ErrorFeedback) -> Average:
+def _with_old_errors(z: Combination, feedback: BucketErrors) -> Average:
     values = torch.empty(z.numel, dtype=torch.float32, device=z.device)
     kernels.on(values).combine_(z, values)
     for error in (*feedback.worker, feedback.server):

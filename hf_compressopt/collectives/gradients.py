@@ -20,7 +20,7 @@ from torch._utils import _take_tensors
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback, Order, Pipeline, Task, all_reduce, in_runs
+from hf_compressopt.collectives.exchange import BucketErrors, Order, Pipeline, Task, all_reduce, in_runs
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment
@@ -77,10 +77,10 @@ class GradientBucket(ABC):
 class IntegerBucket(GradientBucket):
     """Gradients that travel as integers with error feedback, in the unit of a gradient without loss scale."""
 
-    feedback: ErrorFeedback
+    feedback: BucketErrors
     bits: int
     loss_scale: float = 1.0
-    new: ErrorFeedback | None = None  # the place of new errors; None is ``feedback`` itself
+    new: BucketErrors | None = None  # the place of new errors; None is ``feedback`` itself
     in_full: Sequence[bool] = ()  # the parameters whose gradients travel in another bucket
 
     def form(self) -> str:

@@ -35,9 +35,8 @@ from torch.autograd import Variable
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Traffic
-from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.collectives.exchange import (
-    ErrorFeedback,
+    BucketErrors,
     Task,
     gather_messages,
     in_runs,
@@ -45,6 +44,7 @@ from hf_compressopt.collectives.exchange import (
     reduce_scatter,
     run_tasks,
 )
+from hf_compressopt.collectives.feedback import ErrorFeedback
 from hf_compressopt.collectives.gradients import IntegerBucket
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import SIGNS_PER_BYTE, Bucket, FlatLayout, bucket_numel_of, chunk_numel
@@ -89,7 +89,7 @@ class UnitErrors:
         else:
             self.layout = rows_layout(unit.numel, bucket_numel, ranks.world_size)
         # of the last pass whose gradients were finite; ``used`` says that a pass under way has others, pending
-        self.kept = GroupErrors(self.layout, ranks, unit.device, compact=compact, used=True, served=replicated)
+        self.kept = ErrorFeedback(self.layout, ranks, unit.device, compact=compact, used=True, served=replicated)
         self.used = False
         self.waiting: Tensor | None = None  # gradients of earlier passes that have not been exchanged
 
@@ -104,7 +104,7 @@ class UnitErrors:
             self.waiting = None
         return False
 
-    def _buckets(self) -> Iterator[tuple[Bucket, ErrorFeedback, ErrorFeedback]]:
+    def _buckets(self) -> Iterator[tuple[Bucket, BucketErrors, BucketErrors]]:
         """Return the buckets, and the old and the new errors of each."""
         before, self.used = self.kept.pending if self.used else self.kept, True
         return zip(self.layout.buckets, before.feedback, self.kept.pending.feedback, strict=True)
@@ -131,7 +131,7 @@ class UnitErrors:
         """
         faults: list[Tensor] = []
 
-        def average(bucket: Bucket, old: ErrorFeedback, new: ErrorFeedback) -> Task[None]:
+        def average(bucket: Bucket, old: BucketErrors, new: BucketErrors) -> Task[None]:
             ranks = self._ranks
             segments, begin = columns_of(grads, bucket, ranks.world_size), bucket.start // ranks.world_size
             z = Combination(bucket.numel, grads.device, grads=segments, beta=1.0 / loss_scale)

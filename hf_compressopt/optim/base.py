@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.backward import take_over
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
-from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce, in_runs, run_tasks
+from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce, in_runs, run_tasks
 from hf_compressopt.collectives.gradients import average_group
 from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
 from hf_compressopt.collectives.topology import TopologyOptions, with_topology
@@ -341,7 +341,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             state.end_compressed_step()
 
     def _step_of_buckets(
-        self, plan: StepPlan, run: Sequence[tuple[GroupState, Bucket, ErrorFeedback]], gradients: Grads | None
+        self, plan: StepPlan, run: Sequence[tuple[GroupState, Bucket, BucketErrors]], gradients: Grads | None
     ) -> Task[None]:
         """Take the compressed step of a run of buckets: make the messages, exchange them, update the parameters."""
         early, (first, *_) = self.early_messages, run[0]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.errors import GroupErrors
-from hf_compressopt.collectives.exchange import ErrorFeedback
+from hf_compressopt.collectives.exchange import BucketErrors
+from hf_compressopt.collectives.feedback import ErrorFeedback
 from hf_compressopt.flat import Bucket, FlatLayout, Span
 from hf_compressopt.kernels import Average, Descent, LogVariance, Segment, SignFormat, Variance, on
 from hf_compressopt.kernels.adam import AdamPlan, AdamTensors
@@ -371,7 +371,7 @@ class GroupState:
         together = compressed and own_rank is None and communicator.world_size > 1
         self.shared_out = optimizer.zero_stage > 0 and together
         self.moments = Moments(self.layout, device, self.room_for_shards(device))
-        self.errors = GroupErrors(self.layout, communicator, device, compact=self.compact, used=compressed)
+        self.errors = ErrorFeedback(self.layout, communicator, device, compact=self.compact, used=compressed)
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")  # that each parameter has seen
         self.still = [False] * len(self.params)  # which do not move after the warmup stage; see find_still()
         self.extras = tuple(extra for extra in optimizer.extra_state if compressed or extra.always)
@@ -385,7 +385,7 @@ class GroupState:
                 self.extra[extra.name] = torch.full((size,), extra.initial, dtype=torch.float32, device=device)
 
     @property
-    def feedback(self) -> list[ErrorFeedback]:
+    def feedback(self) -> list[BucketErrors]:
         return self.errors.feedback
 
     @property

@@ -21,7 +21,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce
+from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce
 from hf_compressopt.collectives.gradients import GradientBucket
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, Segment, all_finite, sum_of_squares
@@ -97,7 +97,7 @@ class Early(NamedTuple):
     """A bucket whose messages are back before the step: the compressed mean, and the new errors."""
 
     average: Average
-    errors: ErrorFeedback
+    errors: BucketErrors
     finite: Tensor  # [] bool, whether the average is; alike on all ranks
 
 
@@ -304,7 +304,7 @@ class EarlyMessages:
         """The buckets whose sent messages count, for ranks to compare."""
         return sorted(self._arrived)
 
-    def take_average(self, state: GroupState, bucket: Bucket, feedback: ErrorFeedback) -> Average | None:
+    def take_average(self, state: GroupState, bucket: Bucket, feedback: BucketErrors) -> Average | None:
         """Return the compressed mean of a bucket whose messages were sent, and write its errors; None if none were."""
         self._await()
         early = self._arrived.pop((state.number, bucket.start), None)

@@ -43,9 +43,8 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.backward import BackwardPasses, warn_unguarded
-from hf_compressopt.collectives.errors import keep_, scale_
 from hf_compressopt.collectives.exchange import (
-    ErrorFeedback,
+    BucketErrors,
     Pipeline,
     Task,
     all_gather,
@@ -55,6 +54,7 @@ from hf_compressopt.collectives.exchange import (
     run_tasks,
     summed,
 )
+from hf_compressopt.collectives.feedback import keep_, scale_
 from hf_compressopt.flat import Bucket, chunk_numel
 from hf_compressopt.kernels import SKETCH_NUMEL, Combination, Errors, IntegerFormat, Segment, sum_of_squares
 from hf_compressopt.kernels.adam import AdamTensors
@@ -102,7 +102,7 @@ def _present(states: Sequence[GroupState], gradients: Grads, sent: FreedGradient
 def _step_of_bucket(
     state: GroupState,
     number: int,
-    feedback: ErrorFeedback,
+    feedback: BucketErrors,
     grads: Sequence[Tensor | None],
     present: Sequence[bool],
     sent: FreedGradients | None,
@@ -236,7 +236,7 @@ def _tops(state: GroupState) -> list[int]:
     return [int(top) for top in tops.tolist()]
 
 
-def _gather_momentum(state: GroupState, number: int, feedback: ErrorFeedback, still: Sequence[bool]) -> Task[None]:
+def _gather_momentum(state: GroupState, number: int, feedback: BucketErrors, still: Sequence[bool]) -> Task[None]:
     """Make the momentum of a bucket a message of signs on all ranks, as (5) says. That of ``still`` has no error."""
     shards, communicator, bucket = _shards_of(state), state.communicator, state.layout.buckets[number]
     form, exp_avg = state.form, shards.exp_avg[number]
@@ -544,7 +544,7 @@ class FreedGradients(EarlyMessages):
         """Return for each parameter of a group whether this rank had a gradient: as ``others`` say if none was sent."""
         return self._sent.present.get(state.number, others) if self.holds_gradients() else others
 
-    def take_mean(self, state: GroupState, bucket: Bucket, feedback: ErrorFeedback) -> Tensor | None:
+    def take_mean(self, state: GroupState, bucket: Bucket, feedback: BucketErrors) -> Tensor | None:
         """Return the mean of this rank's chunk, [n_own] float32, clipped, and write the worker error; None if none."""
         mean = self._sent.means.pop((state.number, bucket.start), None)
         if mean is None:

@@ -35,7 +35,6 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.backward import BackwardPasses
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.errors import scale_
 from hf_compressopt.collectives.exchange import (
     Pipeline,
     Task,
@@ -46,6 +45,7 @@ from hf_compressopt.collectives.exchange import (
     scatter_sums,
     summed,
 )
+from hf_compressopt.collectives.feedback import scale_
 from hf_compressopt.flat import FLOAT_BYTES, Span
 from hf_compressopt.kernels import Average, Combination, CompactErrors, IntegerFormat, Segment, sum_of_squares
 from hf_compressopt.kernels.memory import is_direct, numbers_on

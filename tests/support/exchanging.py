@@ -8,17 +8,17 @@ import torch.distributed as dist
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce, run_tasks
+from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce, run_tasks
 
 
-def zero_feedback(numel: int, ranks: Communicator) -> ErrorFeedback:
+def zero_feedback(numel: int, ranks: Communicator) -> BucketErrors:
     counts = [numel] if ranks.levels is None else [count for count in ranks.topology.sent_numels(numel) if count]
     start, stop = ranks.topology.own_range(numel)
-    return ErrorFeedback(tuple(map(torch.zeros, counts)), torch.zeros(stop - start))
+    return BucketErrors(tuple(map(torch.zeros, counts)), torch.zeros(stop - start))
 
 
 def average_(
-    x: torch.Tensor, feedback: ErrorFeedback, ranks: Communicator, scale_block: int | None = 64
+    x: torch.Tensor, feedback: BucketErrors, ranks: Communicator, scale_block: int | None = 64
 ) -> torch.Tensor:
     """Replace x, [n] float32, by the compressed mean over ranks."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback
+from hf_compressopt.collectives.exchange import BucketErrors
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Average, Combination, CompactErrors, Errors
 from hf_compressopt.kernels.compact import ERROR_FORMAT
@@ -43,7 +43,7 @@ def scale_(errors: Iterable[Errors], factor: float) -> None:
         keep_(error, values_of(error) * factor)
 
 
-class GroupErrors:
+class ErrorFeedback:
     """The errors of the buckets of a flat layout, by bucket in ``feedback``, which are views of two buffers.
 
     A single rank has none, except between the load of a checkpoint of more ranks and its first compressed step; those
@@ -53,8 +53,8 @@ class GroupErrors:
 
     worker: Tensor
     server: Tensor
-    feedback: list[ErrorFeedback]
-    _pending: GroupErrors | None
+    feedback: list[BucketErrors]
+    _pending: ErrorFeedback | None
 
     def __init__(
         self,
@@ -102,17 +102,17 @@ class GroupErrors:
         ranges = (self.own_range(bucket) for bucket in self._layout.buckets)
         return [stop - start if self._served else 0 for start, stop in ranges]
 
-    def _by_bucket(self, worker: Tensor, server: Tensor) -> list[ErrorFeedback]:
+    def _by_bucket(self, worker: Tensor, server: Tensor) -> list[BucketErrors]:
         """Return the parts of two buffers, of either form, that belong to each bucket."""
         servers = _errors_in(server, self._owned())
         if self._communicator.levels is None:
             numels = [bucket.numel for bucket in self._layout.buckets]
             workers = _errors_in(worker, numels, self._communicator.world_size)
-            return [ErrorFeedback((sent,), served) for sent, served in zip(workers, servers, strict=True)]
+            return [BucketErrors((sent,), served) for sent, served in zip(workers, servers, strict=True)]
         sent = self._sent()
         each = iter(_errors_in(worker, list(chain.from_iterable(sent))))
         shards = [tuple(error for error in islice(each, len(chunks)) if error.numel()) for chunks in sent]
-        return [ErrorFeedback(shard, served) for shard, served in zip(shards, servers, strict=True)]
+        return [BucketErrors(shard, served) for shard, served in zip(shards, servers, strict=True)]
 
     def sent_range(self, bucket: Bucket) -> tuple[int, int]:
         """Return the elements [start, stop) of the flat buffer, of one bucket, whose worker errors this rank has."""
@@ -141,7 +141,7 @@ class GroupErrors:
         return self.__dict__ | {"_pending": None}
 
     @property
-    def pending(self) -> GroupErrors:
+    def pending(self) -> ErrorFeedback:
         """Memory for the errors of the step under way, which :meth:`end_step` takes over or drops."""
         if self._pending is None:
             new = copy(self)
@@ -217,12 +217,12 @@ class GroupErrors:
     def stored_shape(self) -> tuple[int, ...]:
         return tuple(self.worker.shape) if self._communicator.levels is None else (self._layout.numel,)
 
-    def room(self, *, compact: bool) -> GroupErrors:
+    def room(self, *, compact: bool) -> ErrorFeedback:
         """Return these errors if they have this form, else others that have it, to be filled."""
         if compact == self.compact:
             return self
         options = {"compact": compact, "used": self._used, "served": self._served}
-        return GroupErrors(self._layout, self._communicator, self.worker.device, **options)
+        return ErrorFeedback(self._layout, self._communicator, self.worker.device, **options)
 
     def zero_(self) -> None:
         self.worker.zero_()
