@@ -248,3 +248,11 @@ def variance_stability(history: Any, step: int, last_step: int, lr: float, norm:
     history[step % window], history[window] = now, lr
     known = step > window and min(before, now) > 0 and math.isfinite(now)
     return min(now / before, before / now) if known and lr <= last_lr else 0.0
+
+
+def carry_history(before: Any, history: Any, step: int) -> None:
+    """Copy the norms of the last steps up to ``step`` into a history of another length, and the last learning rate."""
+    old_window, window = len(before) - 1, len(history) - 1
+    for recent in range(max(1, step - min(old_window, window) + 1), step + 1):
+        history[recent % window] = before[recent % old_window]
+    history[window] = before[old_window]

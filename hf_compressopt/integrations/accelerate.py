@@ -71,6 +71,7 @@ class Attachment:
     gradient_as_bucket_view: bool = True  # in DDP, where gradients travel in messages of this package
     loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
     in_checkpoint: bool = False  # all ranks are saving a checkpoint
+    lengths: list[log.SchedulerLength] = field(default_factory=list)  # that no step has confirmed yet
     rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done
 
     def take(self, plugin: CompressOptPlugin) -> None:
@@ -228,13 +229,16 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if steps is not None and (plugin is None or plugin.total_steps is None):
             per_step = 1 if self.split_batches or not self.step_scheduler_with_optimizer else self.num_processes
             for optimizer in filter(follows_plan, map(innermost, own)):
-                log.fit(optimizer, max(1, steps // per_step))
+                length = log.SchedulerLength(optimizer, scheduler, max(1, steps // per_step), per_step)
+                length.fit()
+                self._compressopt.lengths.append(length)
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
         """Free as Accelerate does; models that live on have their gradients averaged until a next optimizer comes."""
         state = self._compressopt
         state.models.release()
+        state.lengths.clear()
         for known in (state.partitioned, state.following, state.without_ddp):
             known.clear()
         return super().free_memory(*objects)
@@ -321,6 +325,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if len(scales) > 1:
             raise ValueError(f"one backward cannot serve ZeroOptimizers of different loss scales, got {sorted(scales)}")
         state = self._compressopt
+        state.lengths = [length for length in state.lengths if not length.is_settled()]
         if not state.checked and self.num_processes > 1:
             self._check_attached()
         super().backward(loss * scales.pop() if scales - {1.0} else loss, **kwargs)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.schedules import AUTO
 from hf_compressopt.zero.memory import memory_report
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
@@ -129,6 +131,48 @@ def fit(optimizer: CompressedOptimizer, steps: int) -> None:
 
 def is_fitted(optimizer: CompressedOptimizer) -> bool:
     return optimizer in _steps
+
+
+@dataclass
+class SchedulerLength:
+    """The run's length that a learning-rate scheduler tells, until it is seen to be stepped with the optimizer."""
+
+    optimizer: CompressedOptimizer
+    scheduler: Any
+    steps: int  # of the optimizer
+    per_step: int  # steps of the scheduler in each
+    _begin: tuple[int, int] | None = None  # steps of the optimizer and of the scheduler at the first look
+
+    #: Shorter runs count as so long, so that no warmup stage ends before the second look.
+    LEAST: ClassVar[int] = 10
+
+    def fit(self) -> None:
+        fit(self.optimizer, max(self.LEAST, self.steps))
+
+    def is_settled(self) -> bool:
+        """Look before a backward pass, on all ranks: keep the fitted schedule, or take the length back."""
+        done, stepped = self.optimizer.plan.step - 1, self.scheduler.last_epoch
+        self._begin = self._begin or (done, stepped)
+        taken, is_resumed = done - self._begin[0], self._begin[0] > 0
+        kept_up = stepped >= self.per_step * done > 0
+        if kept_up or (taken > 1 and stepped - self._begin[1] >= self.per_step * taken):
+            self.fit()
+            return True
+        if is_resumed or taken > 0:
+            self.optimizer.forget_length()
+            _steps.pop(self.optimizer, None)
+            _fits.pop(self.optimizer, None)
+        if taken <= is_resumed:
+            return False
+        if self.optimizer.freeze_step == AUTO and self.optimizer.communicator.rank == 0:
+            logger.warning(
+                "the learning-rate scheduler, made for %d steps, is not stepped with the optimizer (once an epoch?): "
+                "they are not the length of the run, which freeze_step='auto' does not know now: give "
+                "CompressOptPlugin(total_steps=...), or total_steps=... to the optimizer; otherwise the variance alone "
+                "decides",
+                self.steps * self.per_step,
+            )
+        return True
 
 
 def describe_schedule(optimizer: CompressedOptimizer) -> str:

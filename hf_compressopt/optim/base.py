@@ -33,7 +33,7 @@ from hf_compressopt.optim.math import evaluate, in_float32
 from hf_compressopt.optim.sharded import FreedGradients, end_warmup_stage, take_sharded_step
 from hf_compressopt.optim.state import HISTORY, STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
 from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
-from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan, Warmup, variance_stability
+from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan, Warmup, carry_history, variance_stability
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +196,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         check_warmup_bits(warmup_bits, communicator)
         self.max_grad_norm, self.variance_floor = max_grad_norm, variance_floor
         self.schedule, self.freeze_threshold = schedule, freeze_threshold
+        self._unfitted = schedule  # as it is while nobody has told the run's length
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt, "non_freeze": False}
         self.bucket_numel, self.scale_block = bucket_numel_of(bucket_cap_mb), scale_block
@@ -459,11 +460,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
         """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
 
-        Returns a description of the choice, for the log. Raises a RuntimeError after the first step.
+        Returns a description of the choice, for the log. Raises a RuntimeError after the warmup stage.
         """
         given = {_OLD_NAMES.get(name, name) for name in given}
-        if self._step > 0 and not self.schedule.is_given(given):
-            raise RuntimeError(f"the schedule can be chosen before the first step only, this is step {self._step + 1}")
+        if self.plan.stage.number and not self.schedule.is_given(given):
+            raise RuntimeError(f"the schedule can be chosen in the warmup stage only, this is step {self._step + 1}")
         window = round(1 / (1 - self.param_groups[0]["betas"][1]))
         self.schedule = self.schedule.fitted(max_steps, given, low_bit=self.warmup_bits < 32, window=window)
         self._make_room_for_history()
@@ -476,13 +477,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def fit_schedule(self, max_steps: int) -> str:
         """Fit an open schedule to a run of ``max_steps`` steps; one that was given, or resumed, stays as it is.
 
-        Whoever knows the run's length calls it before the first step, and may call it again with another length. It
-        warns, on rank 0, if a ``freeze_step`` that was given is beyond the end of the run.
+        Whoever knows the run's length calls it before the first step, and may call it again with another length while
+        the warmup stage lasts. It warns, on rank 0, if a ``freeze_step`` that was given is beyond the end of the run.
 
         Returns:
             A description of the choice, for the log; "" if nothing has changed.
         """
-        if self._step > 0 or self._fitted_to == max_steps:
+        if self.plan.stage.number or self._fitted_to == max_steps:
             return ""
         self._fitted_to, found = max_steps, ""
         if self._open is not None:
@@ -493,6 +494,19 @@ class CompressedOptimizer(torch.optim.Optimizer):
             message += "%s stage. Give a smaller freeze_step, or 'auto'"
             self._log(logging.WARNING, message, freeze_step, max_steps, self.plan.stage.value)
         return found
+
+    def forget_length(self) -> None:
+        """Take back the run's length that :meth:`fit_schedule` was told, if the warmup stage still lasts."""
+        if self._open is not None and self._fitted_to is not None and not self.plan.stage.number:
+            self.schedule, self._fitted_to = self._unfitted, None
+            self._make_room_for_history()
+
+    def _take_schedule(self, saved: Schedule) -> None:
+        """Take over the schedule of a state whose step was taken over; one that is still open is fitted to this run."""
+        is_open = self._open is not None and self._fitted_to is not None and not saved.plan(self._step + 1).stage.number
+        if not (is_open and saved.freeze_step == self.schedule.freeze_step):
+            self.schedule = saved
+        self._make_room_for_history()
 
     def _ends_warmup_stage(self, plan: StepPlan) -> bool:
         """Return whether the step that was taken by this plan is the last one of the warmup stage."""
@@ -534,11 +548,16 @@ class CompressedOptimizer(torch.optim.Optimizer):
             write_log(logger, level, message, *args)
 
     def _make_room_for_history(self) -> None:
-        """Allocate the norms that "auto" compares, unless the end of the warmup stage is known."""
+        """Allocate the norms that "auto" compares, unless the end of the warmup stage is known; keep those of late."""
         if self.schedule.freeze_step == AUTO:
             memory = round(1 / (1 - self.param_groups[0]["betas"][1]))
             size = min(memory, self.schedule.last_warmup_step) + 1
-            self._tensors[HISTORY] = torch.zeros(size, dtype=torch.float64, device="cpu")
+            before = self._tensors.get(HISTORY)
+            if before is None or before.numel() != size:
+                history = torch.zeros(size, dtype=torch.float64, device="cpu")
+                if before is not None:
+                    carry_history(before, history, self._step)
+                self._tensors[HISTORY] = history
 
     # -- param groups --------------------------------------------------------------------------------------------------
 

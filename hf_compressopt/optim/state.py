@@ -154,11 +154,13 @@ def load_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None:
         for state in optimizer._states:
             state.errors.server.zero_()
     mine, schedule = optimizer.schedule.options(), type(optimizer.schedule).of(header["schedule"])
-    if schedule.options() != mine and "auto" not in mine.values() and optimizer.communicator.rank == 0:
+    optimizer._step = header["step"]
+    optimizer._take_schedule(schedule)
+    replaced = optimizer.schedule.options() != mine and "auto" not in mine.values()
+    if replaced and optimizer.communicator.rank == 0:
         message = "the schedule of the loaded state, %s, replaces %s"
         write_log(logger, logging.WARNING, message, header["schedule"], mine)
-    optimizer.schedule, optimizer.lr_warmup = schedule, _lr_warmup_of(optimizer, header)
-    optimizer._step = header["step"]
+    optimizer.lr_warmup = _lr_warmup_of(optimizer, header)
     optimizer.skipped_steps = header["skipped_steps"]
     optimizer.rounds = header["rounds"]
     optimizer.traffic.restore(header["bytes_sent"])

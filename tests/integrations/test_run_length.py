@@ -9,7 +9,7 @@ import torch
 from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.logs import log_lines
-from tests.support.trainer_runs import Run, make_trainer, network, use_accelerate
+from tests.support.trainer_runs import Run, make_trainer, network, take_steps, use_accelerate
 
 
 def plug_in(
@@ -96,6 +96,65 @@ def test_auto_find_batch_size_fits_the_schedule_to_the_run_that_is_taken(name: s
     fresh = {**epoch, "per_device_train_batch_size": found["size"]}
     plain = run_ranks(2, trainer_run, str(tmp_path), fresh, 0, timeout=120)[0]
     assert found["steps"] == plain["steps"] > 20 and found["schedule"] == plain["schedule"]
+
+
+def resumed_for_longer(rank: int, world_size: int, directory: str, name: str) -> list[dict[str, Any]]:
+    """The schedules of a trial run of 6 steps, and of the same run, resumed for 3,000, at its seventh step."""
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 7
+
+    found = []
+    for steps, resume in ((6, None), (3000, f"{directory}/checkpoint-6")):
+        arguments = {"optim": name, "max_steps": steps, "output_dir": directory, "save_strategy": "steps"}
+        trainer = make_trainer(rank, world_size, Run({**arguments, "save_steps": 6}))
+        trainer.add_callback(Stop())
+        trainer.train(resume_from_checkpoint=resume)
+        found.append({**trainer.optimizer.optimizer.schedule.options(), "step": trainer.optimizer.optimizer._step})
+    return found
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam"])
+def test_a_trial_run_of_trainers_that_is_resumed_for_longer_is_fitted_anew(name: str, tmp_path: Path) -> None:
+    trial, resumed = run_ranks(2, resumed_for_longer, str(tmp_path), name, timeout=120)[0]
+    assert trial["max_freeze_step"] == 7 and resumed["step"] == 7
+    assert resumed["max_freeze_step"] == 600 and resumed["min_freeze_step"] == 100
+    assert name == "onebit_adam" or (resumed["var_update_scaler"], resumed["local_step_scaler"]) == (3000, 300)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@on_ranks(2)
+def test_a_scheduler_that_is_stepped_once_an_epoch_does_not_tell_the_length_of_the_run(
+    rank: int, world_size: int, resume: bool, tmp_path: Path
+) -> None:
+    """20 epochs of 5 steps; beside it a scheduler that is stepped with the optimizer."""
+    for each, steps in (("epoch", 20), ("step", 2000)):
+        use_accelerate(rank, world_size)
+        found, folder = [], str(tmp_path / each)
+        with log_lines() as lines:
+            for stop, load in ((11, False), (14, True)) if resume else ((11, False),):
+                accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=CompressOptPlugin(warmup_bits=32))
+                model = network()
+                adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+                scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+                    adam, steps * (world_size if each == "step" else 1)
+                )
+                model, optimizer, scheduler = accelerator.prepare(model, adam, scheduler)
+                if load:
+                    accelerator.load_state(folder)
+                for step in range(optimizer.optimizer._step, stop):
+                    take_steps(accelerator, model, optimizer, rank, [step])
+                    if each == "step" or step % 5 == 4:
+                        scheduler.step()
+                accelerator.save_state(folder)
+                found.append(optimizer.optimizer)
+        said = sum("is not stepped with the optimizer" in line for line in lines)
+        assert said == (len(found) if each == "epoch" and rank == 0 else 0)
+        for optimizer in found:
+            assert optimizer.plan.stage.number == 0
+            assert optimizer.schedule.max_freeze_step == (100_000 if each == "epoch" else 400)
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,38 @@ def test_a_schedule_is_fitted_anew_until_the_first_step(name: str) -> None:
     assert twice.schedule.max_freeze_step == (16 if name == "ZeroOneAdam" else 32)
     param.grad = torch.ones(5)
     twice.step()
-    assert not twice.fit_schedule(1000)
+    assert twice.fit_schedule(1000) and twice.schedule.max_freeze_step == (100 if name == "ZeroOneAdam" else 200)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bits", [4, 32])
+def test_a_trial_run_that_is_resumed_for_longer_has_the_schedule_of_the_whole_run(
+    name: str, bits: int, tmp_path: Path
+) -> None:
+    cls = getattr(hf_compressopt, name)
+
+    def make(steps: int) -> Any:
+        return cls([nn.Parameter(torch.ones(5))], warmup_bits=bits, betas=(0.9, 0.99), total_steps=steps)
+
+    def step(optimizer: Any, count: int) -> None:
+        for number in range(count):
+            optimizer.param_groups[0]["params"][0].grad = torch.full((5,), 1.0 + number)
+            optimizer.step()
+
+    trial, whole, from_files, from_dict = make(40), make(4000), make(4000), make(4000)
+    step(trial, 2)
+    step(whole, 2)
+    save_state(trial, tmp_path)
+    load_state(from_files, tmp_path)
+    from_dict.load_state_dict(trial.state_dict())
+    for resumed in (from_files, from_dict):
+        assert resumed.schedule == whole.schedule
+        assert resumed._tensors["freeze_history"].shape == whole._tensors["freeze_history"].shape
+        step(resumed, 1)
+        assert resumed.metrics()["stage"] == 0 and resumed.metrics()["step"] == 3
+    step(trial, 40)
+    from_dict.load_state_dict(trial.state_dict())  # whose warmup stage has ended if it sends full precision
+    assert (from_dict.schedule == trial.schedule) == (trial.metrics()["stage"] == 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
