@@ -427,11 +427,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def join_hook(self, **_: Any) -> Any:
         """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others."""
-        raise ValueError(
-            f"{type(self).__name__} does not support uneven inputs (torch's Join, Accelerate's join_uneven_inputs): "
-            "all ranks take every step together. Give all as many batches: drop_last=True in the DataLoader, or "
-            "even_batches=True in Accelerate"
-        )
+        options.refuse_uneven_inputs(self)
 
     # -- the schedule --------------------------------------------------------------------------------------------------
 

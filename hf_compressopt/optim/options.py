@@ -256,3 +256,11 @@ def check_zero_stage(
             f"zero_stage={stage} needs warmup_bits to be one of {list(INTEGER_BITS)}, got {warmup_bits}: gradients and "
             "updates travel in that many bits"
         )
+
+
+def refuse_uneven_inputs(optimizer: Any) -> None:
+    raise ValueError(
+        f"{type(optimizer).__name__} does not support uneven inputs (torch's Join, Accelerate's join_uneven_inputs): "
+        "all ranks take every step together. Give all as many batches: drop_last=True in the DataLoader, or "
+        "even_batches=True in Accelerate"
+    )

@@ -21,6 +21,7 @@ from hf_compressopt.optim.options import check_at_least, check_count, check_para
 
 #: dtypes of parameters, of gradients on the wire, of averages and of state.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_WITHOUT_EFFECT = ("round_robin_gradients", "contiguous_gradients", "ignore_unused_parameters")
 _SHORT_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -43,10 +44,9 @@ class ZeroConfig:
         gradient_accumulation_dtype: dtype of the averages; None is the parameter's.
         postscale_gradients: Divide the sum of gradients by the number of ranks, not each gradient.
         gradient_predivide_factor: With postscale_gradients: divide by this before the sum, by the rest after it.
-        round_robin_gradients: Assign the parts of the slices to the ranks in turn.
-        contiguous_gradients: Move each gradient into its slice and free it at once; False does so when the slice is
-            sent.
-        ignore_unused_parameters: Accept parameters that had no gradient on any rank; False raises an error.
+        round_robin_gradients: Accepted for DeepSpeed's sake, without effect, as the next two are.
+        contiguous_gradients: Each gradient moves into its slice, and is freed, at once.
+        ignore_unused_parameters: Parameters without a gradient on any rank are left as they are.
         clip_grad: Clip gradients to this norm in step(); 0 is off. ``max_grad_norm`` means the same.
         loss_scale: Factor of the loss in :meth:`ZeroOptimizer.backward` and ``scale_loss``; "dynamic" adapts it.
         initial_loss_scale: First factor of a dynamic loss scale.
@@ -137,6 +137,12 @@ class ZeroConfig:
             raise ValueError(f"offload_optimizer must be True, 'cpu' or False, got {self.offload_optimizer!r}")
         if self.offload:
             require_accelerator("offload_optimizer")
+
+    def without_effect(self) -> list[str]:
+        """List the options, as name=value, that were given and change nothing here."""
+        chosen = [option for option in fields(self) if option.name in _WITHOUT_EFFECT]
+        values = [(option.name, getattr(self, option.name), option.default) for option in chosen]
+        return [f"{name}={value}" for name, value, default in values if value != default]
 
     def _check_sizes(self) -> None:
         if self.bucket_cap_mb is not None and self.reduce_bucket_size is not None:

@@ -13,17 +13,15 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from hf_compressopt.collectives.backward import warn_unguarded
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.optim.math import evaluate, in_float32
-from hf_compressopt.optim.options import check_last_group
+from hf_compressopt.optim.options import check_last_group, refuse_uneven_inputs
 from hf_compressopt.optim.state import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts
 from hf_compressopt.zero.config import (
@@ -34,7 +32,7 @@ from hf_compressopt.zero.config import (
     take_clipping,
 )
 from hf_compressopt.zero.parameters import PartitionedParameters
-from hf_compressopt.zero.parts import Part, TrainedParameter, element_state, hyperparameters, in_host_memory, write_span
+from hf_compressopt.zero.parts import Part, TrainedParameter, element_state, hyperparameters, in_host_memory
 from hf_compressopt.zero.reducer import LossScale
 
 logger = logging.getLogger(__name__)
@@ -42,7 +40,7 @@ logger = logging.getLogger(__name__)
 _Values = tuple[TrainedParameter, list[tuple[Part, Any]]]  # of a parameter, by this rank's parts in their order
 
 
-class ZeroOptimizer(torch.optim.Optimizer, Joinable):
+class ZeroOptimizer(torch.optim.Optimizer):
     """An ordinary optimizer whose state, and in stage 2 whose gradients, are partitioned among the ranks.
 
     Source: ZeRO, arXiv 1910.02054, section 5. In a loop without DistributedDataParallel, which would average twice::
@@ -117,8 +115,12 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         self.communicator = self.partition.communicator
         self._reducer = self.partition.reducer
         self._in_shards = self._states_are_away = False
-        Joinable.__init__(self)
-        self._reducer.announce = WeakMethod(self._notify_join_context)
+        self._log_options_without_effect()
+
+    def _log_options_without_effect(self) -> None:
+        chosen = self.config.without_effect()
+        if chosen and self.communicator.rank == 0:
+            logger.info("no effect here: %s, options of DeepSpeed's ZeRO that are accepted", ", ".join(chosen))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroOptimizer:
         """Copy the optimizer around copies of its parameters. Copies share the process groups."""
@@ -217,6 +219,10 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         self.traffic.end_step()
         self._reducer.backward.order.agree(self.communicator)
 
+    def join_hook(self, **_: Any) -> Any:
+        """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others."""
+        refuse_uneven_inputs(self)
+
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -252,8 +258,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
         Raises:
             TypeError: For a gradient that cannot be used; a RuntimeError on the other ranks.
-            RuntimeError: With ``ignore_unused_parameters=False``, if a parameter had no gradient on any rank; or if
-                the optimizer was detached.
+            RuntimeError: If the optimizer was detached.
             ValueError: If the ranks differ in their parameters or options, on all ranks.
         """
         return torch.full((), self._finish_gradients(), dtype=torch.float64, device=self.communicator.device)
@@ -303,9 +308,8 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
     # -- single parameters --------------------------------------------------------------------------------------------
     #
-    # By the parameter itself or its name. All ranks that hold copies of the parameter call the ``full`` methods, with
-    # the same values. The ``local`` ones concern this rank's elements alone: a tensor [n] of them in their order, empty
-    # if there are none. All of them raise a KeyError for what is no trainable parameter of this optimizer.
+    # By the parameter itself or its name. All ranks that hold copies of the parameter call, with the same values. These
+    # methods raise a KeyError for what is no trainable parameter of this optimizer.
 
     def parameter_names(self) -> list[list[str]]:
         """List the names of the trainable parameters, per group: torch's param_names, or places as "group0.3"."""
@@ -327,30 +331,11 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     def set_full_param(self, which: Tensor | str, value: Any) -> None:
         """Set the parameter and its master copy; a ValueError for a value of another shape. All ranks call."""
         known, mine = self._masters(which)
-        pieces = _pieces(known, mine, value, whole=True)
+        pieces = _pieces(known, mine, value)
         known.tensor.copy_(torch.as_tensor(value))
         for part, master, values in pieces:
             part.follow()
             master.copy_(values)
-
-    def get_local_param(self, which: Tensor | str) -> Tensor:
-        """Return this rank's elements [n] of the parameter in full precision, as a new tensor."""
-        self.partition.follow()
-        return _joined(*self._masters(which))
-
-    @torch.no_grad()
-    def set_local_param(self, which: Tensor | str, value: Tensor) -> None:
-        """Set this rank's elements [n] of the parameter; other ranks get them in the next step.
-
-        With ``param_compression`` the next steps bring them to all ranks alike, this one too.
-        """
-        known, mine = self._masters(which)
-        for part, master, values in _pieces(known, mine, value, whole=False):
-            if part.is_ahead:
-                part.follow()
-            master.copy_(values)
-            if not part.is_ahead:
-                write_span(known.tensor, part.span.start, part.span.stop, values)
 
     def _masters(self, which: Tensor | str) -> _Values:
         _, known, mine = self.partition.find(which)
@@ -388,22 +373,12 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         known, mine = self._states(which, name)
         for part, own in mine:
             if name in element_state(part.state, part):
-                ((_, _, values),) = _pieces(known, [(part, own)], value, whole=True)
+                ((_, _, values),) = _pieces(known, [(part, own)], value)
                 own.copy_(values)
             elif isinstance(own, Tensor):
                 own.copy_(torch.as_tensor(value))
             else:
                 part.state[name] = type(own)(value)
-
-    def get_local_state(self, which: Tensor | str, name: str) -> Tensor:
-        """Return this rank's elements [n] of a state tensor, as a new tensor; a KeyError if there is none."""
-        return _joined(*self._states(which, name))
-
-    @torch.no_grad()
-    def set_local_state(self, which: Tensor | str, name: str, value: Tensor) -> None:
-        """Set this rank's elements [n] of a state tensor; a KeyError if there is none."""
-        for _, own, values in _pieces(*self._states(which, name), value, whole=False):
-            own.copy_(values)
 
     def _states(self, which: Tensor | str, name: str) -> _Values:
         _, known, mine = self.partition.find(which)
@@ -424,21 +399,10 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             return None
         return _whole(*self._gradients(which)).mul_(self._reducer.factor)
 
+    @torch.no_grad()
     def set_full_grad(self, which: Tensor | str, value: Any) -> None:
         """Replace the average gradient of the parameter; a ValueError for another shape. All ranks call."""
-        self._set_gradient(which, value, whole=True)
-
-    def get_local_grad(self, which: Tensor | str) -> Tensor:
-        """Return this rank's elements [n] of the average gradient, as a new tensor. All ranks call."""
-        return _joined(*self._gradients(which)).float() * self._reducer.factor
-
-    def set_local_grad(self, which: Tensor | str, value: Tensor) -> None:
-        """Set this rank's elements [n] of the average gradient. All ranks call, each with its own."""
-        self._set_gradient(which, value, whole=False)
-
-    @torch.no_grad()
-    def _set_gradient(self, which: Tensor | str, value: Any, *, whole: bool) -> None:
-        for _, average, values in _pieces(*self._gradients(which), value, whole=whole):
+        for _, average, values in _pieces(*self._gradients(which), value):
             average.copy_(values / self._reducer.factor)
         self._reducer.was_set(self.partition.find(which)[0])
 
@@ -498,24 +462,6 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
                 part.tensor.data = move(part.tensor)
             part.move_state(move)
         self._states_are_away = to_host
-
-    # -- ranks that run out of inputs before the others, in torch's Join context ---------------------------------------
-
-    def _notify_join_context(self) -> None:
-        work = Join.notify_join_context(self)
-        if work is not None:
-            work.wait()
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _ShadowSteps(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        return self.communicator.device
-
-    @property
-    def join_process_group(self) -> Any:
-        return getattr(self.communicator, "process_group", None) or torch.distributed.group.WORLD
 
     # -- state dict ---------------------------------------------------------------------------------------------------
 
@@ -591,37 +537,11 @@ def _whole(known: TrainedParameter, mine: list[tuple[Part, Any]]) -> Tensor:
     return flat.view(param.shape)
 
 
-def _joined(known: TrainedParameter, mine: list[tuple[Part, Any]]) -> Tensor:
-    device = known.tensor.device
-    return torch.cat([own.detach().to(device) for _, own in mine]) if mine else torch.empty(0, device=device)
-
-
-def _pieces(
-    known: TrainedParameter, mine: list[tuple[Part, Any]], value: Any, *, whole: bool
-) -> list[tuple[Part, Any, Tensor]]:
-    """Cut a value for the whole parameter, or for this rank's elements, into values for this rank's parts."""
-    given, numel = torch.as_tensor(value), sum(part.span.numel for part, _ in mine)
-    if whole and given.shape != known.tensor.shape:
-        wanted = tuple(known.tensor.shape)
-        raise ValueError(f"the value must have the parameter's shape {wanted}, got {tuple(given.shape)}")
-    if not whole and given.numel() != numel:
-        raise ValueError(f"this rank has {numel} elements of {known.name}, got {given.numel()}")
-    flat, found, place = given.reshape(-1), [], 0
-    for part, own in mine:
-        begin = part.span.start if whole else place
-        found.append((part, own, flat[begin : begin + part.span.numel]))
-        place += part.span.numel
-    return found
-
-
-class _ShadowSteps(JoinHook):
-    """The steps of a rank without inputs, with zero gradients of its own: inside, each runs one pass that sends."""
-
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def main_hook(self) -> None:
-        reducer = self._optimizer.partition.reducer
-        with switched(reducer, "announce", None):  # it is a pass of the others
-            reducer.backward.empty_pass()
-        self._optimizer.step()
+def _pieces(known: TrainedParameter, mine: list[tuple[Part, Any]], value: Any) -> list[tuple[Part, Any, Tensor]]:
+    """Cut a value for the whole parameter into values for this rank's parts."""
+    whole = torch.as_tensor(value)
+    if whole.shape != known.tensor.shape:
+        expected = tuple(known.tensor.shape)
+        raise ValueError(f"the value must have the parameter's shape {expected}, got {tuple(whole.shape)}")
+    flat = whole.reshape(-1)
+    return [(part, own, flat[part.span.start : part.span.stop]) for part, own in mine]

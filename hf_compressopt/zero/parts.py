@@ -88,10 +88,8 @@ def slice_numel(bucket_numel: int, world_size: int) -> int:
     return _round_up(wanted, ALIGN * world_size)
 
 
-def partition(
-    numels: Sequence[tuple[int, int]], bucket_numel: int, world_size: int, *, rotate: bool = False
-) -> list[Slice]:
-    """Cut parameters, (number, elements) in sending order, into slices; ``rotate`` starts slice i at rank i."""
+def partition(numels: Sequence[tuple[int, int]], bucket_numel: int, world_size: int) -> list[Slice]:
+    """Cut parameters, (number, elements) in sending order, into slices."""
     length, total = slice_numel(bucket_numel, world_size), sum(_round_up(numel, ALIGN) for _, numel in numels)
     sizes = [min(length, _round_up(total - low, ALIGN * world_size)) // world_size for low in range(0, total, length)]
     spans: list[list[list[Span]]] = [[[] for _ in range(world_size)] for _ in sizes]
@@ -100,9 +98,9 @@ def partition(
         start = 0
         while start < numel:
             number, inside = divmod(position + start, length)
-            turn, offset = divmod(inside, sizes[number])
+            rank, offset = divmod(inside, sizes[number])
             stop = min(numel, start + sizes[number] - offset)
-            spans[number][(turn + number if rotate else turn) % world_size].append(Span(param, start, stop, offset))
+            spans[number][rank].append(Span(param, start, stop, offset))
             start = stop
         position += _round_up(numel, ALIGN)
     return [Slice(size, tuple(map(tuple, parts))) for size, parts in zip(sizes, spans, strict=True)]

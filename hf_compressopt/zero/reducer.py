@@ -23,11 +23,10 @@ precision. Then (1) is among the peers: r and W are nodes, and each rank has the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -175,7 +174,6 @@ class GradientReducer:
         self.pipeline = Pipeline(2 * FLOAT_BYTES * config.reduce_numel)
         self.known: list[TrainedParameter] = []
         self.backward = BackwardPasses(self, "ZeroOptimizer", communicator)
-        self.announce: WeakMethod[Callable[[], Any]] | None = None  # is called before each pass
 
     def add(self, params: Sequence[Tensor], slices: Sequence[SliceGradients]) -> None:
         """Take the gradients of parameters that have become known, in these slices."""
@@ -247,8 +245,6 @@ class GradientReducer:
 
     def begin_pass(self) -> bool:
         self.follow_parameters()
-        if (announce := self.announce and self.announce()) is not None:
-            announce()
         self.check_layout()
         return True
 
@@ -257,8 +253,7 @@ class GradientReducer:
         mine = self.backward.order.of.get(number, ())
         if self.known[number].tensor.grad is None or any(self.slices[index].sent for index in mine):
             return False
-        if self._config.contiguous_gradients:
-            self._fill(number)
+        self._fill(number)
         return True
 
     def _fill(self, number: int) -> None:
@@ -442,7 +437,6 @@ class GradientReducer:
                 self._finish(chosen)
             else:
                 break
-        self._check_unused()
         return _sum_over_model(partition.model_parallel, *squares)
 
     def _unfrozen(self, partition: PartitionedParameters, groups: Sequence[dict[str, Any]]) -> list[int]:
@@ -471,14 +465,6 @@ class GradientReducer:
         for index, more in zip(slices, sums[len(params) :], strict=False):
             left[index] = more > 0
         return sums[len(flags) :]
-
-    def _check_unused(self) -> None:
-        unused = [known.name for known, met in zip(self.known, self.present, strict=True) if not met]
-        if unused and not self._config.ignore_unused_parameters:
-            raise RuntimeError(
-                f"parameters without a gradient on any rank: {', '.join(unused[:8])}; ignore_unused_parameters=True "
-                "accepts them, or set requires_grad=False before making the optimizer"
-            )
 
     def _squares(self) -> Tensor:
         """Sum the squares of this rank's averages: [2] float64, of parameters that are not, and are, model-parallel."""

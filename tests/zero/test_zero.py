@@ -26,8 +26,6 @@ VARIANTS = {
     "tiny buckets": Case(options={"reduce_bucket_size": 1, "allgather_bucket_size": 1}),
     "gather more than is reduced": Case(options={"reduce_bucket_size": 300, "allgather_bucket_size": 10**6}),
     "no overlap": Case(options={"overlap_comm": False, "reduce_bucket_size": 300}),
-    "gradients wait in p.grad": Case(options={"contiguous_gradients": False, "reduce_bucket_size": 300}),
-    "round robin": Case(options={"round_robin_gradients": True, "reduce_bucket_size": 300}),
     "groups": Case(groups=True),
     "three passes": Case(passes=3),
     "three passes, stage 1": Case(passes=3, options={"stage": 1, "overlap_comm": False}),
@@ -56,7 +54,7 @@ def test_no_option_changes_a_bit(world_size: int, share: Share) -> None:
 
 TWO_LEVELS = [
     Case(options={"stage": 1, "reduce_bucket_size": 128, "allgather_bucket_size": 200}, groups=True),
-    Case(options={"reduce_bucket_size": 600, "overlap_comm": False, "round_robin_gradients": True}, passes=2, clip=0.1),
+    Case(options={"reduce_bucket_size": 600, "overlap_comm": False}, passes=2, clip=0.1),
     Case(dtype=torch.bfloat16),
     Case(dtype=torch.bfloat16, options={"stage": 1, "reduce_bucket_size": 300}, passes=2, hold=True),
 ]
@@ -74,8 +72,7 @@ def test_nodes_sum_inside_first_in_any_form(nodes: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("rotate", [False, True])
-def test_every_element_has_one_owner_and_every_cut_is_aligned(world_size: int, rotate: bool) -> None:
+def test_every_element_has_one_owner_and_every_cut_is_aligned(world_size: int) -> None:
     rng = random.Random(world_size)
     for _ in range(40):
         sizes = [(number, rng.choice([0, 1, 63, 64, 65, 700, 5000])) for number in range(rng.randint(0, 12))]
@@ -83,7 +80,7 @@ def test_every_element_has_one_owner_and_every_cut_is_aligned(world_size: int, r
         length = slice_numel(bucket, world_size)
         assert length % (ALIGN * world_size) == 0
         seen = {number: [] for number, _ in sizes}
-        for cut in partition(sizes, bucket, world_size, rotate=rotate):
+        for cut in partition(sizes, bucket, world_size):
             assert cut.numel <= length and cut.part_numel % ALIGN == 0 and len(cut.parts) == world_size
             used = []
             for owner, spans in enumerate(cut.parts):
@@ -95,9 +92,3 @@ def test_every_element_has_one_owner_and_every_cut_is_aligned(world_size: int, r
             assert sum(span.numel for _, span in used) + sum(b - a for a, b in cut.gaps) == cut.numel
         for number, numel in sizes:
             assert sorted(seen[number]) == [*range(numel)]
-
-
-@pytest.mark.parametrize(("rotate", "expected"), [(False, [0, 0, 0, 0]), (True, [0, 1, 2, 0])])
-def test_parts_are_dealt_out_in_turn(rotate: bool, expected: list[int]) -> None:
-    cuts = partition([(0, 4 * 192)], 192, 3, rotate=rotate)
-    assert [[spans[0].start for spans in cut.parts].index(192 * i) for i, cut in enumerate(cuts)] == expected

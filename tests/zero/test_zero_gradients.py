@@ -27,6 +27,7 @@ from tests.support.harness import (
     run_ranks_of_which_one_dies,
     same_on_all_ranks,
 )
+from tests.support.logs import log_lines
 from tests.support.zero_runs import (
     INT4,
     Case,
@@ -87,7 +88,7 @@ def test_both_kinds_of_checkpointing(rank: int, world_size: int) -> None:
             expected = train_stack(rank, {}, passes, shared=shared)
             for mode in ("reentrant", "non-reentrant"):
                 for size in (64, 10**6):
-                    options = {"reduce_bucket_size": size, "contiguous_gradients": size > 64}
+                    options = {"reduce_bucket_size": size}
                     found = train_stack(rank, options, passes, shared=shared, mode=mode)
                     if shared and mode == "reentrant":  # portions are averaged one by one
                         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
@@ -165,7 +166,7 @@ def faulty(rank: int, world_size: int, kind: str) -> None:
     torch.manual_seed(rank if kind == "values" else 0)
     model: nn.Module = nn.Linear(32 + rank * (kind == "sizes"), 5)
     x = torch.ones(1, 32 + rank * (kind == "sizes"))
-    options: dict[str, Any] = {"reduce_bucket_size": 64, "ignore_unused_parameters": kind != "unused"}
+    options: dict[str, Any] = {"reduce_bucket_size": 64}
     if kind == "sparse":
         model, x = nn.Embedding(10, 4, sparse=rank == 1), torch.tensor([1, 2])
     elif kind == "raises":
@@ -187,7 +188,6 @@ def faulty(rank: int, world_size: int, kind: str) -> None:
     ("kind", "message"),
     [
         ("sparse", "sparse"),
-        ("unused", "ignore_unused_parameters=True"),
         ("sizes", "differ"),
         ("values", "alike at the start"),
         ("messages", "rank 1 has grad_compression='int4', rank 0 grad_compression='none'"),
@@ -399,24 +399,16 @@ def test_copies(rank: int, world_size: int, how: str) -> None:
 
 
 @pytest.mark.invariant(6)
-@on_ranks(3)
-def test_ranks_that_run_out_of_inputs(rank: int, world_size: int) -> None:
-    """Rank r has 2 + r batches; who has no more contributes zeros."""
-    for options, same in (({"reduce_bucket_size": 64}, {}), (INT4, INT4)):
-        stacks = [Stack(), Stack()]
-        optimizer, other = (
-            ZeroOptimizer(stack.parameters(), torch.optim.AdamW, lr=1e-2, clip_grad=0.5, **chosen)
-            for stack, chosen in zip(stacks, (options, same), strict=True)
-        )
-        with Join([optimizer]):
-            for step in range(2 + rank):
-                stack_loss(stacks[0], rank, step).backward()
-                optimizer.step()
-        assert optimizer.steps == 1 + world_size
-        for step in range(1 + world_size):
-            (stack_loss(stacks[1], rank, step) * float(step < 2 + rank)).backward()
-            other.step()
-        assert not list(different(*map(bits, stacks)))
+@on_ranks(2)
+def test_what_is_refused_and_what_has_no_effect(rank: int, world_size: int) -> None:
+    model = Stack()
+    names = {"round_robin_gradients": True, "contiguous_gradients": False, "ignore_unused_parameters": False}
+    with log_lines() as lines:
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, **names)
+    told = [line for line in lines if "no effect here" in line]
+    assert len(told) == (rank == 0) and all(f"{name}={value}" in line for line in told for name, value in names.items())
+    with pytest.raises(ValueError, match="ZeroOptimizer does not support uneven inputs.*Join.*drop_last=True"):
+        Join([optimizer])
 
 
 @pytest.mark.invariant(17)
