@@ -205,8 +205,8 @@ def _measure_links(arguments: argparse.Namespace, place: _Place, measured: dict[
     if place.neighbours is not None and arguments.topology == topology.AUTO:
         levels = topology.with_topology(place.everyone, topology.TopologyOptions(node_size=place.local)).levels
         if levels is not None:
-            measured["topology"] = topology.exchange_seconds(place.everyone, levels)
-            if not topology.nodes_pay(*measured["topology"]):
+            measured["topology"] = link.exchange_seconds(place.everyone, levels)
+            if not link.nodes_pay(*measured["topology"]):
                 arguments.topology = topology.FLAT
 
 
@@ -238,7 +238,7 @@ def _facts(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any
             rate, hop = _gigabits(row["bandwidth"]), f"{row['latency'] * 1e6:,.0f} us"
             lines.append(f"measured {title}, {collective}: {rate}, {hop} a hop{host}")
     if "topology" in measured:
-        lines.append(f"measured topology=auto: {topology.described(*measured['topology'])}")
+        lines.append(f"measured both topologies: {link.described(*measured['topology'])}")
     if "memory_bandwidth" in measured:
         lines.append(f"measured memory of a rank: {measured['memory_bandwidth'] / 1e9:.3g} GB/s")
     if step := measured.get("step"):

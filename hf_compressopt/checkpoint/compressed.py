@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -191,9 +191,6 @@ class FlatState(State):
             yield StateTensor.of(TensorKey(_OPTIMIZER, name), tensor, replicated=True)
 
     # -- loading ------------------------------------------------------------------------------------------------------
-
-    def remake_errors(self) -> list[Callable[[], None]]:
-        return [state.errors.remake() for state in self._optimizer._states if state.own_rank is None]
 
     def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
         groups = self._checked_groups(header)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -88,7 +88,6 @@ def load(
                 files = opened.enter_context(ShardFiles(folder, index, out_of_reach))
                 source = source_of(index, files, _class_of(optimizer), optimizer.param_groups)
                 _check_model(state, index, grouped)
-                opened.enter_context(_topology_of(source.header, state))
                 tensors, commit = state.plan_load(grouped, source.header, source.entries)
                 for tensor in _shown("checking", path, tensors, ranks):
                     source.check(tensor, ranks.world_size)
@@ -97,6 +96,7 @@ def load(
         source, (tensors, commit) = ranks.run_together(check, others=CheckpointError)
         ranks.run_together(lambda: _read(source, path, tensors, ranks), others=CheckpointError)
     commit()
+    _warn_of_topology(source.header, state)
 
 
 @torch.no_grad()
@@ -126,39 +126,17 @@ def _shown(doing: str, path: Path, tensors: Sequence[StateTensor], communicator:
             advance(tensor.local.nbytes)
 
 
-@contextmanager
-def _topology_of(header: Header, state: State) -> Iterator[None]:
-    """Take the topology of the run that saved where this one's was measured; warn of another one: it has other bits.
-
-    If the load fails inside the block, topology and errors are those of before.
-    """
+def _warn_of_topology(header: Header, state: State) -> None:
+    """Warn of a checkpoint of another topology, which has other bits."""
     ranks, saved = state.communicator, header.values.get(NODE_SIZE, 1)
-    before, timed, of = ranks.levels, ranks.timed, Header.of(state.header())
-    alike = header.title == of.title and header.values.get("world_size") == ranks.world_size
-    if not alike or isinstance(state, FSDPState) or saved == ranks.topology.node_size:
-        yield
-        return
-    take = timed is not None and saved in (1, timed.node.world_size)
-    if take:
-        ranks.levels = None if saved == 1 else timed
-    undo = state.remake_errors() if take else []
-    try:
-        yield
-    except BaseException:
-        ranks.levels = before
-        for restore in undo:
-            restore()
-        raise
-    name = FLAT if saved == 1 else TWO_LEVELS
-    if ranks.rank == 0 and take:
-        logger.info("topology=auto: %s, as the run that saved the checkpoint, whatever was measured now", name)
-    elif ranks.rank == 0:
+    alike = header.title == Header.of(state.header()).title and header.values.get("world_size") == ranks.world_size
+    if alike and not isinstance(state, FSDPState) and saved != ranks.topology.node_size and ranks.rank == 0:
         logger.warning(
             "the checkpoint was saved with a node_size of %s, and this run has %d: the run is resumed, but not bit for "
             "bit. For equal bits give topology='%s'",
             saved,
             ranks.topology.node_size,
-            name,
+            FLAT if saved == 1 else TWO_LEVELS,
         )
 
 

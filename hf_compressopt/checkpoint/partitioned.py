@@ -286,14 +286,6 @@ class PartitionedState(State):
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
-    def remake_errors(self) -> list[Callable[[], None]]:
-        found: list[Callable[[], None]] = []
-        for gradients in self._optimizer.partition.reducer.slices:
-            if gradients.errors is not None and gradients.communicator is self.communicator:
-                found.append(partial(setattr, gradients, "errors", gradients.errors))
-                gradients.make_errors()
-        return found
-
     def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
         optimizer, partition, called = self._optimizer, self._optimizer.partition, self._qualified(names)
         partition.require_replicas("load_state()")

@@ -107,10 +107,6 @@ class State(ABC):
     def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
         """Check that a checkpoint fits, and say what to read. The optimizer does not change."""
 
-    def remake_errors(self) -> list[Callable[[], None]]:
-        """Take errors of 0, in the sizes of the communicator's topology of now; the results restore those of before."""
-        return []
-
 
 def not_alike(key: object) -> str:
     return (
@@ -214,10 +210,6 @@ class CompressionState(LowBitState):
 
     def header(self) -> dict[str, Any]:
         return {**super().header(), "bucket_numel": self._bucket_numel}
-
-    def remake_errors(self) -> list[Callable[[], None]]:
-        self._gradients._buckets = []
-        return [errors.remake() for errors in self._errors]
 
     def _room(self, header: Header, entries: Entries) -> list[ErrorFeedback]:
         (errors,), saved = self._errors, entries.get(str(TensorKey(Kind.SERVER, group=0)))

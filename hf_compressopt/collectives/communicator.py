@@ -135,8 +135,7 @@ class Communicator(ABC):
     """A group of ranks, the collectives among them, and the decisions that they take together. All ranks call.
 
     Collectives that return a :class:`Handle` start at once; all other methods block. Small tensors lie on ``device``;
-    ``process_group`` is None for all ranks, ``levels`` in the flat topology. ``timed`` are levels that
-    ``topology="auto"`` has measured, whether it took them or not: a load may.
+    ``process_group`` is None for all ranks, ``levels`` in the flat topology.
     """
 
     name: str
@@ -146,19 +145,14 @@ class Communicator(ABC):
     traffic: Traffic
     process_group: dist.ProcessGroup | None = None
     levels: Levels | None = None
-    timed: Levels | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         """Return a copy with counters of its own; a group of processes cannot be copied, so copies share it."""
         copied = copy(self)
         memo[id(self)] = copied
         copied.traffic = deepcopy(self.traffic, memo)
-        copied.levels, copied.timed = deepcopy(self.levels, memo), deepcopy(self.timed, memo)
+        copied.levels = deepcopy(self.levels, memo)
         return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return everything but levels that are not in use, whose groups no pickle can hold."""
-        return self.__dict__ | {"timed": None}
 
     @property
     def topology(self) -> Topology:

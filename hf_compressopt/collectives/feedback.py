@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from itertools import chain, islice
 from typing import Any
@@ -75,16 +75,6 @@ class ErrorFeedback:
         dtype = torch.uint8 if self.compact else torch.float32
         sizes = self.sizes_of(dtype) if self._used else (0, 0)
         return [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
-
-    def remake(self) -> Callable[[], None]:
-        """Take errors of 0, in the sizes of the topology of now; the result restores those of before."""
-        before = self.worker, self.server, self.feedback
-        self._set(*self._zeros(self.worker.device))
-
-        def restore() -> None:
-            self.worker, self.server, self.feedback = before
-
-        return restore
 
     def sizes_of(self, dtype: torch.dtype) -> tuple[int, int]:
         """Return the elements of the two buffers in use: uint8 for errors in 8 bits, float32 for values."""

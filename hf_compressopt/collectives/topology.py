@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -18,10 +17,8 @@ from functools import lru_cache
 from itertools import groupby
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from hf_compressopt.flat import chunk_range
 
@@ -33,10 +30,6 @@ logger = logging.getLogger(__name__)
 AUTO, FLAT, TWO_LEVELS = TOPOLOGIES = ("auto", "flat", "hierarchical")
 _ALSO = "two-level"  # another spelling of the last one
 _NODE_DTYPES = {32: torch.float32, 16: torch.bfloat16}
-_PROBE, _REPEATS = 1 << 20, 3  # values that "auto" exchanges to time a topology, and how often
-_CLEARLY = 1.25  # a hierarchical exchange may take so many times as long as a flat one before "auto" leaves it
-#: Seconds of a flat and of a hierarchical exchange, by the process group of the peers.
-_MEASURED: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
 #: Environment variables in which launchers tell the ranks of a node: torchrun and Accelerate, and Open MPI.
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
@@ -157,14 +150,12 @@ def node_size_of_hosts(hosts: Sequence[str], announced: Sequence[Any]) -> tuple[
 def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_block: int | None = 0) -> Communicator:
     """Return the ranks in the topology that the user wants. All ranks call, unless the topology is flat.
 
-    "auto" is hierarchical if the launcher tells of at least two nodes, all with the same number of ranks, at least two,
-    unless a measurement finds that the links inside the nodes are slow, or a checkpoint is of the other topology.
-    Without a launcher, and on one node, it is flat.
+    "auto" is hierarchical if the launcher tells of at least two nodes, all with the same number of ranks, at least two.
+    Without a launcher, and on one node, it is flat. Nothing is measured, so that a command has the same bits every day.
     """
     told = _announced()
     if (
         communicator.levels is not None
-        or communicator.timed is not None
         or communicator.world_size == 1
         or wanted.topology == FLAT
         or wanted.node_size == 1
@@ -188,71 +179,7 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
     node.traffic = communicator.traffic.inside_node()
     found = copy(communicator)
     found.levels = Levels(node, peers, _NODE_DTYPES[wanted.node_bits])
-    if wanted.node_size is None and wanted.topology == AUTO:
-        found.timed = found.levels
-        found.levels = found.timed if _measured_to_pay(communicator, found.timed) else None
     return found
-
-
-def _measured_to_pay(communicator: Communicator, levels: Levels) -> bool:
-    """Return whether averages in full precision inside the nodes pay, by the slowest rank's times. All ranks call."""
-    group = levels.peers.process_group or levels.peers
-    if group not in _MEASURED:
-        _MEASURED[group] = exchange_seconds(communicator, levels)
-        if communicator.rank == 0:
-            told = "topology='hierarchical' or 'flat' decides without measuring"
-            logger.info("topology=auto: %s. %s", described(*_MEASURED[group]), told)
-    return nodes_pay(*_MEASURED[group])
-
-
-def nodes_pay(flat: float, hierarchical: float) -> bool:
-    """Return whether an exchange should be hierarchical, by the seconds of both."""
-    return hierarchical <= _CLEARLY * flat
-
-
-def described(flat: float, hierarchical: float) -> str:
-    """The decision of "auto" in words, from the seconds of a flat exchange and of a hierarchical one."""
-    times = f"{_PROBE:,} values in 4 bits took {1e3 * flat:.1f} ms flat, {1e3 * hierarchical:.1f} ms hierarchical"
-    if nodes_pay(flat, hierarchical):
-        return f"{times}, so that nodes average in full precision first (hierarchical)"
-    return f"{times}: the links inside the nodes are slow, so that messages are compressed there too (flat)"
-
-
-def exchange_seconds(communicator: Communicator, levels: Levels) -> tuple[float, float]:
-    """Time a flat and a hierarchical exchange of values in 4 bits, by medians of the slowest rank. All ranks call."""
-    everyone, node, peers = (ranks.reached() for ranks in (communicator, levels.node, levels.peers))
-    device, size = everyone.device, node.world_size
-    values = torch.zeros(_PROBE, dtype=levels.dtype, device=device)
-
-    def messages(ranks: Communicator, nbytes: int) -> None:
-        part = nbytes // ranks.world_size
-        sent = torch.zeros(part * ranks.world_size, dtype=torch.uint8, device=device)
-        received, splits = torch.empty_like(sent), [part] * ranks.world_size
-        ranks.all_to_all(received, sent, output_splits=splits, input_splits=splits).wait()
-        ranks.all_gather(received, sent[:part]).wait()
-
-    def flat() -> None:
-        messages(everyone, _PROBE // 2)
-
-    def hierarchical() -> None:
-        node.all_reduce(values).wait()
-        messages(peers, _PROBE // 2 // size)
-
-    rows: list[Tensor] = []
-    with communicator.traffic.paused():
-        for _ in range(_REPEATS + 1):  # the first one sets up connections
-            row = []
-            for exchange in (flat, hierarchical):
-                start = time.perf_counter()
-                exchange()
-                if device.type != "cpu":
-                    torch.accelerator.synchronize(device)
-                row.append(time.perf_counter() - start)
-            slowest = torch.tensor(row, dtype=torch.float64, device=device)
-            everyone.all_reduce(slowest, op="max").wait()  # which also aligns the ranks
-            rows.append(slowest.cpu())
-    medians = torch.stack(rows[1:]).median(dim=0).values
-    return float(medians[0]), float(medians[1])
 
 
 def _announced() -> int | None:

@@ -266,7 +266,7 @@ def make_communicator(
     """Return the communicator for the ``communicator`` option; None, "auto" and "compressed" are any backend."""
     if isinstance(name, Communicator):
         name.traffic = traffic
-        if (levels := name.levels or name.timed) is not None:
+        if (levels := name.levels) is not None:
             levels.node.traffic, levels.peers.traffic = traffic.inside_node(), traffic
         return name
     if name == "mpi":

@@ -93,8 +93,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         state: "compact" keeps errors in 8 bits, and the frozen variance too, on a logarithmic scale; OnebitAdam's
             momentum is then the last message. "float32" keeps everything in float32.
         topology: "flat"; "hierarchical": the ranks of a node average in full precision and send one message; "auto":
-            "hierarchical" if the launcher has started several nodes of several ranks each, unless links inside nodes
-            measure slow. With "auto" a resume takes the checkpoint's.
+            "hierarchical" if the launcher has started several nodes of several ranks each.
         node_size: Consecutive ranks per node; None takes them from the launcher and the host names.
         node_bits: Bits per element inside a node: 32, or 16 for bfloat16.
         process_group: The ranks; None is the default group.

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.collectives.topology import Levels
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.planner.cost import Cluster, Step, all_to_all, ring
 
@@ -31,6 +32,8 @@ _SMALL_BYTES = 16384  # messages up to this size show the latency
 _ENOUGH_SECONDS, _ENOUGH_SIZES = 0.1, 4  # no larger message after one that takes so long
 _FEWEST, _MOST, _BUDGET_SECONDS = 3, 9, 0.2  # repetitions of a size, and when to stop before the most
 _MEMORY_BYTES, _MEMORY_REPEATS = 1 << 27, 5
+_PROBE, _REPEATS = 1 << 20, 3  # values that are exchanged to time a topology, and how often
+_CLEARLY = 1.25  # a hierarchical exchange may take so many times as long as a flat one before advise names "flat"
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,56 @@ def measure_memory(everyone: Communicator) -> float:
     target = torch.empty_like(source)
     seconds = [_together(lambda: target.copy_(source), everyone)[0] for _ in range(_MEMORY_REPEATS + 1)]
     return 2 * _MEMORY_BYTES / min(seconds[1:])
+
+
+def nodes_pay(flat: float, hierarchical: float) -> bool:
+    """Return whether an exchange should be hierarchical, as topology=auto has it, by the seconds of both."""
+    return hierarchical <= _CLEARLY * flat
+
+
+def described(flat: float, hierarchical: float) -> str:
+    """Say in words which topology is better, from the seconds of a flat exchange and of a hierarchical one."""
+    times = f"{_PROBE:,} values in 4 bits took {1e3 * flat:.1f} ms flat, {1e3 * hierarchical:.1f} ms hierarchical"
+    if nodes_pay(flat, hierarchical):
+        return f"{times}: topology=auto, which averages inside the nodes in full precision first, suits these links"
+    return f"{times}: the links inside the nodes are slow, so train with topology=flat, which compresses there too"
+
+
+def exchange_seconds(communicator: Communicator, levels: Levels) -> tuple[float, float]:
+    """Time a flat and a hierarchical exchange of values in 4 bits, by medians of the slowest rank. All ranks call."""
+    everyone, node, peers = (ranks.reached() for ranks in (communicator, levels.node, levels.peers))
+    device, size = everyone.device, node.world_size
+    values = torch.zeros(_PROBE, dtype=levels.dtype, device=device)
+
+    def messages(ranks: Communicator, nbytes: int) -> None:
+        part = nbytes // ranks.world_size
+        sent = torch.zeros(part * ranks.world_size, dtype=torch.uint8, device=device)
+        received, splits = torch.empty_like(sent), [part] * ranks.world_size
+        ranks.all_to_all(received, sent, output_splits=splits, input_splits=splits).wait()
+        ranks.all_gather(received, sent[:part]).wait()
+
+    def flat() -> None:
+        messages(everyone, _PROBE // 2)
+
+    def hierarchical() -> None:
+        node.all_reduce(values).wait()
+        messages(peers, _PROBE // 2 // size)
+
+    rows: list[torch.Tensor] = []
+    with communicator.traffic.paused():
+        for _ in range(_REPEATS + 1):  # the first one sets up connections
+            row = []
+            for exchange in (flat, hierarchical):
+                start = time.perf_counter()
+                exchange()
+                if device.type != "cpu":
+                    torch.accelerator.synchronize(device)
+                row.append(time.perf_counter() - start)
+            slowest = torch.tensor(row, dtype=torch.float64, device=device)
+            everyone.all_reduce(slowest, op="max").wait()  # which also aligns the ranks
+            rows.append(slowest.cpu())
+    medians = torch.stack(rows[1:]).median(dim=0).values
+    return float(medians[0]), float(medians[1])
 
 
 def slowest(seconds: Sequence[float], everyone: Communicator) -> list[float]:

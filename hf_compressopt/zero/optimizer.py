@@ -129,8 +129,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         config = self.config
-        levels = self.communicator.levels or self.communicator.timed
-        if isinstance(config.communicator, Communicator) or levels is not None:
+        if isinstance(config.communicator, Communicator) or self.communicator.levels is not None:
             config = replace(config, communicator=deepcopy(self.communicator, memo), comm_backend_name=None)
         copied = _remake(*self._made_by(groups, config), deepcopy(self.state_dict()))
         memo[id(self)] = copied
