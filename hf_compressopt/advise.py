@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_compressopt import quantities
 from hf_compressopt.collectives import topology
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, announced
@@ -71,17 +72,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--config_name", help="the model: a name on the Hub, or a folder with a config.json")
-    count = estimate.argument(estimate.count)
+    count = quantities.argument(quantities.count)
     model.add_argument("--params", type=count, help=f"{estimate.PARAMS_HELP}; a GPT-2 of about this size is timed")
     text = "parameters that train, if not all: LoRA's adapters. Only these travel, and compressing them helps below "
     parser.add_argument("--trainable", type=count, metavar="N", help=f"{text}about 10 Gbit/s; above, seldom")
-    few = estimate.argument(partial(estimate.count, most=1e6))
+    few = quantities.argument(partial(quantities.count, most=1e6))
     parser.add_argument("--batch-size", type=few, default=8, help="examples per rank in a step (%(default)s)")
     tokens = f"tokens in an example (default: {_USUAL_TOKENS}, or the most that the model takes)"
     parser.add_argument("--tokens", type=few, help=tokens)
     parser.add_argument("--use_cpu", action="store_true", help="use the CPU and gloo even if there is a GPU")
     wait = f"longest time to wait for another rank (default: {_LONGEST_WAIT:g}s)"
-    parser.add_argument("--timeout", type=estimate.argument(estimate.seconds), default=_LONGEST_WAIT, help=wait)
+    parser.add_argument("--timeout", type=quantities.argument(quantities.seconds), default=_LONGEST_WAIT, help=wait)
     estimate.add_training_arguments(parser, measured=True)
     return parser
 
@@ -150,8 +151,8 @@ def _advise(arguments: argparse.Namespace, place: _Place) -> str:
         found = estimate.predict(arguments, place.ranks)
         if arguments.json:
             return json.dumps({**found, "measured": measured}, indent=2)
-        table = report.ranking_table(found["ranking"])
-        return "\n".join([*_facts(arguments, place, measured), "", table, "", found["verdict"]])
+        table = report.short_table(found["ranking"])
+        return "\n".join([found["verdict"], "", table, "", *_facts(arguments, place, measured)])
 
     return everyone.run_together(render, others=ValueError)
 
@@ -254,7 +255,7 @@ def _facts(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any
 def _estimate(arguments: argparse.Namespace, place: _Place) -> str:
     """The command ``hf-compressopt estimate`` with these numbers."""
     options = {"params": arguments.params, "nodes": place.nodes, "gpus_per_node": place.local}
-    options |= {name: getattr(arguments, name) for name in ("dtype", "steps")}
+    options |= {name: getattr(arguments, name) for name in ("dtype", "steps", "accumulation")}
     for name in ("bandwidth", "local_bandwidth", "memory_bandwidth", "host_bandwidth"):
         rate = getattr(arguments, name)
         options[name] = f"{rate / 1e9:.4g}GB/s" if rate and rate < math.inf else None

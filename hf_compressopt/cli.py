@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import hf_compressopt
+from hf_compressopt import quantities
 from hf_compressopt.planner import estimate
 
 
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "translate a DeepSpeed configuration into Trainer's flags and Accelerate's call"
     translate = command("from-deepspeed", _from_deepspeed, 2, text)
     translate.add_argument("config", help="ds_config.json, for DeepSpeed or, with auto values, for Transformers")
-    ranks = estimate.argument(partial(estimate.count, most=1e6))
+    ranks = quantities.argument(partial(quantities.count, most=1e6))
     translate.add_argument("--ranks", type=ranks, help="number of ranks, to divide a train_batch_size by")
     text = "compute what DeepSpeed's optimizers did, except for their faults; the defaults here are better"
     translate.add_argument("--same-arithmetic", action="store_true", help=text)

@@ -23,7 +23,7 @@ from _common import REPOSITORY, markdown, parser_of
 
 from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ONEBIT_LAMB, Cluster, Model, Training
-from hf_compressopt.planner.estimate import bandwidth
+from hf_compressopt.quantities import bandwidth
 
 CORES = 2
 

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.quantities import with_unit
 from hf_compressopt.schedules import AUTO
 from hf_compressopt.zero.memory import memory_report
 from hf_compressopt.zero.optimizer import ZeroOptimizer
@@ -100,12 +101,6 @@ def _last_step(state: Any) -> tuple[str, str, float, str]:
 def _alone(state: Any) -> str:
     """What would send the gradients without this package."""
     return "FSDP2" if isinstance(state, FSDPCompression) else "DDP"
-
-
-def with_unit(nbytes: float) -> str:
-    units = ("B", "kB", "MB", "GB")
-    place = next((i for i in range(len(units) - 1) if nbytes < 999.5 * 1000**i), len(units) - 1)
-    return f"{nbytes / 1000**place:.3g} {units[place]}"
 
 
 def fit(optimizer: CompressedOptimizer, steps: int) -> None:

@@ -87,7 +87,7 @@ class Training:
     """The model that is trained, and the seconds of its step without communication."""
 
     params: int  # that are trained
-    compute_seconds: float  # of forward, backward and the update of AdamW
+    compute_seconds: float  # of forward and backward of all micro-batches, and the update of AdamW
     update_seconds: float | None = None  # AdamW's share of them; None is one pass over memory, as of a fused AdamW
     itemsize: int = 4  # bytes of a parameter, and of its gradient: 4 or 2
     bucket_cap_mb: float = 25.0  # sent together: of gradients in DDP, of float32 values otherwise
@@ -96,6 +96,7 @@ class Training:
     #: Of ``params``, those of one dimension or in tensors below 256 elements, whose gradients travel in full precision
     #: beside messages of a compressed optimizer's 4 or 8 ``warmup_bits``.
     in_full: int = 0
+    accumulation: int = 1  # micro-batches of a step; messages hide behind the last one's backward pass, but ZeRO-2's
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
@@ -197,8 +198,9 @@ class Model:
                 "bytes/s: give the seconds of a whole step, or the bandwidth of this memory"
             )
         forward_backward = training.compute_seconds - self.update
-        self.backward = BACKWARD_SHARE * forward_backward
-        self.forward = forward_backward - self.backward
+        self.earlier = forward_backward * (1 - 1 / training.accumulation)  # micro-batches that send nothing
+        self.backward = BACKWARD_SHARE * (forward_backward - self.earlier)
+        self.forward = forward_backward - self.backward  # until the backward pass that sends
         self.bucket = min(bucket_numel_of(training.bucket_cap_mb), training.params)  # elements, of float32 values
         self.buckets = training.params / self.bucket
         size = cluster.node_size  # if hierarchical, all values are written, those of the node read: bytes per parameter
@@ -221,21 +223,21 @@ class Model:
         casts = self._over_memory(_HALF_CASTS) if sent_as < own else 0.0
         return replace(every, seconds=self._overlapped(every, last, first_share=first / total) + casts + self.update)
 
-    def zero(self) -> Step:
-        """A step of ZeRO-1 or ZeRO-2 with one micro-batch: both send the same bytes."""
+    def zero(self, stage: int = 1) -> Step:
+        """A step of ZeRO. Stage 1 sends gradients once a step, stage 2 those of every micro-batch."""
         nbytes = self.bucket * self.training.itemsize
         first, then = scatter(self.cluster, nbytes, nbytes), all_gather(self.cluster, nbytes)
         packing = (_ZERO_PACKING + self._node_passes) * self.training.itemsize / FLOAT_BYTES
-        return self._partitioned(first, then, 0.0, packing)
+        return self._partitioned(stage, first, then, 0.0, packing)
 
-    def zero_low_bit(self, bits: int) -> Step:
-        """A step of ZeRO-2 with messages of 4 or 8 bits both ways: as (3), with the passes of (5)."""
+    def zero_low_bit(self, bits: int, stage: int = 1) -> Step:
+        """A step of ZeRO with messages of 4 or 8 bits both ways: as (3), with the passes of (5)."""
         ranks, grad, message = self.cluster.ranks, self.training.itemsize, bits / 8
         # gradient -> slice; slice, 8-bit error -> message, error; all messages of a part -> mean
         make = 3 * grad + 2 + 2 * message + FLOAT_BYTES / ranks + self._node_passes
         # of a part: master, parameter -> message; all messages, parameters -> parameters
         apply = 2 * FLOAT_BYTES / ranks + message + 2 * grad
-        return self._partitioned(*self._phases(IntegerFormat(bits), grad), make, apply)
+        return self._partitioned(stage, *self._phases(IntegerFormat(bits), grad), make, apply)
 
     def compressed(self, passes: Passes, *, during_backward: bool = False) -> Step:
         """A step with a compressed message, (4), or one that is sent during backward, (5)."""
@@ -312,11 +314,14 @@ class Model:
         """Seconds of passes over ``nbytes`` of memory per parameter."""
         return self.cluster.pass_seconds(nbytes * self.training.params)
 
-    def _partitioned(self, first: Step, then: Step, make: float, apply: float) -> Step:
+    def _partitioned(self, stage: int, first: Step, then: Step, make: float, apply: float) -> Step:
         """A step of ZeRO from the two phases of a bucket's exchange, and bytes over memory per parameter."""
         scattered, gathered = first * self.buckets, then * self.buckets
-        seconds = self._overlapped(scattered, first, make) + gathered.seconds
-        seconds += self._over_memory(apply) + self.update / self.cluster.ranks
+        seconds = self._overlapped(scattered, first, make)
+        if stage == 2:  # each micro-batch sends, behind a backward pass of its own
+            seconds = (seconds - self.earlier) * self.training.accumulation
+            scattered = scattered * self.training.accumulation
+        seconds += gathered.seconds + self._over_memory(apply) + self.update / self.cluster.ranks
         return replace(scattered + gathered, seconds=seconds)
 
     def _pipelined(self, nbytes: float, messages: Step) -> float:

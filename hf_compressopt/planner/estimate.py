@@ -1,88 +1,23 @@
-"""The command ``hf-compressopt estimate``: its arguments, which ``advise`` shares, and numbers as people write them."""
+"""The command ``hf-compressopt estimate``: its arguments, which ``advise`` shares, its predictions and its words."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-import re
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+
+from hf_compressopt.quantities import argument, bandwidth, count, duration, mebibytes, seconds
 
 if TYPE_CHECKING:
     from hf_compressopt.planner.cost import Model
 
-_Value = TypeVar("_Value")
-
 PARAMS_HELP = "number of trainable parameters: 350M, 7B, 124e6"
 _MOST_RANKS = 1_000_000
-_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
-_BITS_OR_BYTES = "[kmgtKMGT]?(bit|byte)(/s|ps)?|[kmgtKMGT]?[bB](/s|ps)|[kmgtKMGT]"
-
-# -- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def count(text: str, least: int = 1, most: float = 1e15) -> int:
-    """A whole number from text: 8, 124e6, 350M, 7B."""
-    legal = f"a whole number from {least} to {most:g}, such as 8, 124e6 or 350M"
-    digits, prefix = _split(text, "[kmgbtKMGBT]")
-    value = _number(digits, _PREFIXES[prefix.lower()], text, legal, least, most)
-    if value != int(value):
-        raise ValueError(f"must be {legal}; got {text!r}")
-    return int(value)
-
-
-def mebibytes(text: str) -> float:
-    """A size in MiB from text: 25, 0.5."""
-    return _number(text, 1, text, "a number of MiB, at least one float32 value and at most 1e6", 4 / 2**20, 1e6)
-
-
-def bandwidth(text: str) -> float:
-    """Bytes per second from text: 10G, 25Gbit, 25Gbps, 100 Mbit/s, 3.1GB/s. Prefixes are powers of 1000."""
-    digits, unit = _split(text, _BITS_OR_BYTES)
-    prefix = unit[:1].lower() if unit[:1] in tuple("kmgtKMGT") else ""
-    scale = _PREFIXES[prefix] / (1 if "B" in unit or "byte" in unit else 8)
-    legal = "from 1 to 1e18 bytes/s, with a unit such as 25Gbit, 25Gbps, 25G, 100Mbit/s (bits) or 3.1GB/s (bytes)"
-    return _number(digits if unit else "", scale, text, legal, 1, 1e18)
-
-
-def seconds(text: str) -> float:
-    """Seconds from text: 1.2, 1.2s, 350ms, 20us."""
-    digits, unit = _split(text, "s|ms|us")
-    legal = "a number of seconds from 1e-12 to 1e7, or with a unit: 1.2, 1.2s, 350ms, 20us"
-    return _number(digits, {"ms": 1e-3, "us": 1e-6}.get(unit, 1), text, legal, 1e-12, 1e7)
-
-
-def _split(text: str, unit: str) -> tuple[str, str]:
-    """Return what stands before a unit at the end, and the unit, which may be missing; ``unit`` is its pattern."""
-    digits = re.sub(rf"\s*({unit})$", "", text.strip())
-    return digits, text.strip().removeprefix(digits).strip()
-
-
-def _number(digits: str, scale: float, text: str, legal: str, least: float, most: float) -> float:
-    try:
-        value = float(digits) * scale
-    except ValueError:
-        value = math.nan
-    if not least <= value <= most:
-        raise ValueError(f"must be {legal}; got {text!r}")
-    return value
-
+#: Parts of the memory table that are shown without --tables.
+_MAIN_ROWS = ("no ZeRO", "ZeRO-1", "ZeRO-2", "grad_compression")
 
 # -- arguments --------------------------------------------------------------------------------------------------------
-
-
-def argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
-    """A parser for argparse, which shows the message of an ArgumentTypeError and hides that of a ValueError."""
-
-    def parsed(text: str) -> _Value:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parsed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--model", metavar="DIR", help="count the parameters of a model: a folder with its config.json")
     parser.add_argument("--nodes", type=ranks, default=1, help="number of machines (%(default)s)")
     parser.add_argument("--gpus-per-node", type=ranks, default=1, help="ranks on each machine (%(default)s)")
+    text = "parameters that train, if not all: LoRA's adapters. Only these travel"
+    parser.add_argument("--trainable", type=argument(count), metavar="N", help=text)
+    parser.add_argument(
+        "--tables", action="store_true", help="print all tables: memory, stages, and every way to train"
+    )
     add_training_arguments(parser)
 
 
@@ -112,7 +52,13 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = 
     times = parser.add_argument_group("predicted time")
     for name, kind, text, default in (
         ("bandwidth", rate, link, ""),
-        ("compute-seconds", time, "a step without communication, with AdamW's update: measure it on one GPU", ""),
+        (
+            "compute-seconds",
+            time,
+            "a step without communication, with all micro-batches and AdamW's update: run your "
+            "script on one GPU, with the same batch per GPU, and take 1 / train_steps_per_second",
+            "",
+        ),
         ("update-seconds", time, "AdamW's share of --compute-seconds", "a fused AdamW at --memory-bandwidth"),
         ("local-bandwidth", rate, "rate of the links between the GPUs of a node", "300GB/s, as NVLink 3"),
         ("memory-bandwidth", rate, "memory bandwidth of one rank", "2TB/s, as an A100"),
@@ -123,6 +69,8 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = 
         times.add_argument(f"--{name}", type=kind, help=f"{text} (default: {told})" if told else text)
     text = "steps of the run, which decide the schedule (%(default)s)"
     times.add_argument("--steps", type=argument(partial(count, most=1e12)), default=10_000, help=text)
+    text = "micro-batches of a step (gradient_accumulation_steps, %(default)s): ZeRO-2 sends each, others send the last"
+    times.add_argument("--accumulation", type=argument(partial(count, most=1e6)), default=1, help=text)
     text = "bits per element of the gradients that compressed optimizers average in the warmup stage (default: theirs)"
     times.add_argument("--warmup-bits", type=int, choices=[4, 8, 16, 32], help=text)
 
@@ -131,33 +79,47 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Estimate the memory of parameters, gradients and optimizer state on each rank.
+    """Say which optimizer to use, and estimate the memory on each rank.
 
-    Activations and the framework's own memory come on top. With --bandwidth and --compute-seconds, also predict the
-    seconds of a step, by the model of docs/dev/planner.md, rank the optimizers by the time of a run, and say which one
-    to use.
+    Activations and the framework's own memory come on top. The advice needs --bandwidth and --compute-seconds: the
+    seconds of a step are predicted by the model of docs/dev/planner.md.
     """
-    from hf_compressopt.planner import report
-
     if arguments.model is not None:
         from hf_compressopt.integrations import step_time
 
         arguments.params, arguments.in_full = step_time.parameters_of(arguments.model)
     found = predict(arguments, arguments.nodes * arguments.gpus_per_node)
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-        return 0
-    print(f"{arguments.params:,} {arguments.dtype} parameters, {found['ranks']} rank(s); GB (1e9 bytes) on each rank")
-    print(report.memory_table(found["bytes_per_rank"]))
-    if "ranking" in found:
-        print("\npredicted steps")
-        print(report.time_table(found["steps"], arguments.compute_seconds))
-        print(f"\npredicted for a run of {arguments.steps:,} steps, the fastest first")
-        print(report.ranking_table(found["ranking"]))
-        print(f"\n{found['verdict']}")
-    else:
-        print("\nfor times and advice give --nodes or --gpus-per-node, --bandwidth and --compute-seconds")
+    print(json.dumps(found, indent=2) if arguments.json else "\n".join(_lines(arguments, found)))
     return 0
+
+
+def _lines(arguments: argparse.Namespace, found: dict[str, Any]) -> list[str]:
+    from hf_compressopt.planner import report
+
+    what = f"{arguments.params:,} {arguments.dtype} parameters"
+    if arguments.trainable:
+        what += f", of which {arguments.trainable:,} train"
+    of_memory = f"{what}, {found['ranks']} rank(s); GB (1e9 bytes) on each rank"
+    memory = found["bytes_per_rank"]
+    if "ranking" not in found:
+        shown = memory if arguments.tables else {name: memory[name] for name in _MAIN_ROWS if name in memory}
+        lines = [of_memory, report.memory_table(shown), ""]
+        return [*lines, "for times and advice give --nodes or --gpus-per-node, --bandwidth and --compute-seconds"]
+    accumulated = f" of {arguments.accumulation} micro-batches" if arguments.accumulation > 1 else ""
+    run = (
+        f"means of a run of {arguments.steps:,} steps{accumulated}, {duration(arguments.compute_seconds)} of computing"
+    )
+    lines = [found["verdict"], "", f"{what}, {found['ranks']} ranks; {run}"]
+    if not arguments.tables:
+        return [
+            *lines,
+            report.short_table(found["ranking"]),
+            "",
+            "--tables shows all ways, their stages and their memory",
+        ]
+    lines += [report.ranking_table(found["ranking"]), "", "steps of each stage"]
+    lines += [report.time_table(found["steps"], arguments.compute_seconds), ""]
+    return [*lines, of_memory, report.memory_table(memory)]
 
 
 def predict(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
@@ -168,15 +130,23 @@ def predict(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
     if ranks > _MOST_RANKS:
         raise ValueError(f"--nodes times --gpus-per-node must be at most {_MOST_RANKS:,} ranks, got {ranks:,}")
+    trained = arguments.trainable or arguments.params
+    if trained > arguments.params:
+        raise ValueError(f"--trainable must be at most the model's {arguments.params}, got {trained}")
     dtype, several = getattr(torch, arguments.dtype), arguments.topology != "flat" and arguments.nodes > 1
     sizes = dtype, arguments.states_per_parameter, arguments.bucket_cap_mb
-    memory = report.memory_rows(arguments.params, ranks, *sizes, arguments.gpus_per_node if several else 1)
-    model = _cost_model(arguments, dtype.itemsize)
+    node_size, accumulates = arguments.gpus_per_node if several else 1, arguments.accumulation > 1
+    memory = report.memory_rows(trained, ranks, *sizes, node_size, accumulates=accumulates)
+    for name, row in memory.items():
+        frozen = (arguments.params - trained) * dtype.itemsize // (ranks if name in report.FSDP2 else 1)
+        row["parameters"] += frozen
+        row["total"] += frozen
+    model = _cost_model(arguments, trained, dtype.itemsize)
     times = {} if model is None else report.as_json(model, arguments.steps, memory, arguments.warmup_bits)
     return {"ranks": ranks, "bytes_per_rank": memory, **times}
 
 
-def _cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
+def _cost_model(arguments: argparse.Namespace, trained: int, itemsize: int) -> Model | None:
     """The model of time, or None if no time is asked for."""
     from hf_compressopt.planner.cost import Cluster, Model, Training
 
@@ -195,6 +165,6 @@ def _cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
         raise ValueError("one rank sends nothing, so there is no time to predict: give --nodes or --gpus-per-node")
     if nodes == 1:
         nodes, gpus = gpus, 1  # each GPU has a link of its own
-    sizes = {"itemsize": itemsize, "bucket_cap_mb": arguments.bucket_cap_mb}
-    training = Training(arguments.params, arguments.compute_seconds, **sizes, **of_training)
+    sizes = {"itemsize": itemsize, "bucket_cap_mb": arguments.bucket_cap_mb, "accumulation": arguments.accumulation}
+    training = Training(trained, arguments.compute_seconds, **sizes, **of_training)
     return Model(training, Cluster(nodes, gpus, arguments.bandwidth, topology=arguments.topology, **of_cluster))

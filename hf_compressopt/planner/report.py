@@ -18,14 +18,15 @@ from hf_compressopt.kernels import INTEGER_BITS, CompactErrors, SignFormat
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import STATE
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_GRADIENT, Model, Step, average
+from hf_compressopt.quantities import duration, with_unit
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
 
 #: Runs within this share count as equally fast: the planner's own error is larger (docs/dev/planner.md).
 ALIKE = 0.05
 MEMORY = ("parameters", "gradients", "states", "buckets", "total")
-#: ZeRO-2 with gradients and parameters in 4 bits, and FSDP2 without replicas.
-ZERO_INT4 = "zero2_adamw, int4"
+#: ZeRO with gradients and parameters in 4 bits, and FSDP2 without replicas.
+ZERO_INT4 = {stage: f"zero{stage}_adamw, int4" for stage in (1, 2)}
 FSDP2 = ("FSDP2", "FSDP2, int4 gradients", "FSDP2, int4 both ways")
 #: The forms of a compressed optimizer's state: "float32", the two stages of "compact", and those with
 #: a zero_stage. With ``zero_stage=2`` they are what is held from the backward pass to the step.
@@ -39,6 +40,7 @@ _PASSES = {"onebit_adam": ONEBIT_ADAM, "onebit_lamb": ONEBIT_LAMB}
 _MOMENTS = 2
 _SIGNS = SignFormat(signature(CompressedOptimizer).parameters["scale_block"].default)
 _ADAMW = "--optim adamw_torch"
+_SAME = 0.02  # a difference of bytes that nobody would ask about
 _HOOK = f"{_ADAMW}, and model.register_comm_hook(None, bf16_compress_hook) of torch's default_hooks"
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -101,9 +103,18 @@ class Buckets:
 
 
 def memory_rows(
-    params: int, world_size: int, dtype: torch.dtype, states: int, bucket_cap_mb: float, node_size: int = 1
+    params: int,
+    world_size: int,
+    dtype: torch.dtype,
+    states: int,
+    bucket_cap_mb: float,
+    node_size: int = 1,
+    *,
+    accumulates: bool = False,
 ) -> dict[str, dict[str, int]]:
     """Bytes on each rank, by optimizer and by content, with a row for each form of a compressed optimizer's state.
+
+    A compressed optimizer with ``zero_stage=2`` holds whole gradients while it ``accumulates`` micro-batches.
 
     Messages in flight are left out: 1/32 of the buckets' bytes. FSDP2 has no replicas here: each rank has a shard of
     all, and errors for all, old and new ones; with parameters in 4 bits all parameters, too.
@@ -115,8 +126,9 @@ def memory_rows(
     buckets = Buckets(params, world_size, bucket_numel, node_size)
     estimates = {name: estimate(stage) for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2"))}
     if world_size > 1:
-        small = estimate(2, grad_compression="int4", param_compression="int4", node_size=node_size)
-        estimates[ZERO_INT4] = replace(small, states=small.states + small.errors, errors=0)
+        for stage, name in ZERO_INT4.items():
+            small = estimate(stage, grad_compression="int4", param_compression="int4", node_size=node_size)
+            estimates[name] = replace(small, states=small.states + small.errors, errors=0)
         plain = estimates["no ZeRO"]
         estimates["grad_compression"] = replace(plain, states=plain.states + buckets.errors)
         shard = [-(-value // world_size) for value in (full, full, plain.states)]
@@ -124,6 +136,8 @@ def memory_rows(
         for name, replicas, held in zip(FSDP2, (0, 0, full), (0, errors, errors), strict=True):
             estimates[name] = MemoryEstimate(shard[0] + replicas, shard[1], shard[2] + held, plain.buckets)
     gradients = {ZERO2_FIRST: FLOAT_BYTES * buckets.own_elements, ZERO2_THEN: 0}
+    if accumulates:
+        gradients = {form: full + held for form, held in gradients.items()}
     for cls in ALGORITHMS.values():
         for form, held in buckets.states(cls).items():
             waiting = bucket_numel * dtype.itemsize if form in gradients else 0
@@ -131,7 +145,7 @@ def memory_rows(
     return {name: {part: getattr(memory, part) for part in MEMORY} for name, memory in estimates.items()}
 
 
-# -- times ------------------------------------------------------------------------------------------------------------
+# -- ways to train ----------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -149,19 +163,29 @@ def zero_one_shares(steps: int, low_bit: bool) -> Counter[tuple[Stage, int]]:
     return shares
 
 
+#: What a way to train changes, the smallest change first. Loss is not predicted: docs/convergence.md measures it.
+CHANGES = (
+    "nothing",
+    "gradients are rounded to 16 bits",
+    "gradients are rounded to 4 or 8 bits, with error feedback",
+    "gradients and parameters are rounded to 4 bits, with error feedback",
+    "gradients are rounded in the warmup stage; after it the variance is frozen, and momentum travels as signs",
+    f"as with onebit_adam, and ranks step alone for up to {ZeroOneSchedule().local_step_clipper} steps",
+    "as with onebit_adam, and LAMB takes the place of Adam",
+)
+_NOTHING, _HALF, _LOW_BIT, _BOTH_WAYS, _FROZEN, _ALONE, _LAMB = range(len(CHANGES))
+
+
 @dataclass(frozen=True)
 class Way:
-    """A way to train: flags of Trainer, rows of :func:`memory_rows`, and predicted steps by stage; the mean is last."""
+    """A way to train: its flags for Trainer, its rows of :func:`memory_rows`, and the predicted steps of its stages."""
 
+    change: int  # its place in CHANGES
     name: str
     flags: str
     memory: list[str]
-    stages: dict[str, Step]
-
-    @property
-    def step(self) -> Step:
-        """A step of the stage in which a run spends most of its steps."""
-        return [step for stage, step in self.stages.items() if stage != _WHOLE_RUN][-1]
+    stages: dict[str, Step]  # the last one is the mean of a run
+    note: str = ""
 
     @property
     def mean(self) -> Step:
@@ -170,35 +194,57 @@ class Way:
 
 def ways(model: Model, steps: int, warmup_bits: int | None) -> list[Way]:
     """All ways to train for so many steps, the smallest change of a training first; ``warmup_bits`` may be None."""
-    itemsize, both = model.training.itemsize, "grad_compression=int4,param_compression=int4"
-    plain = [(f"DDP, {8 * itemsize}-bit gradients", _ADAMW, "no ZeRO", model.ddp())]
-    if itemsize > _HALF_BYTES:
-        plain.append((f"DDP, {8 * _HALF_BYTES}-bit gradients", _HOOK, "no ZeRO", model.ddp(_HALF_BYTES)))
-    for optim, stage in sorted(ZERO_NAMES.items()):
-        plain.append((f"ZeRO-{stage}", f"--optim {optim}", f"ZeRO-{stage}", model.zero()))
-    plain.append((ZERO_INT4, f"--optim zero2_adamw --optim_args {both}", ZERO_INT4, model.zero_low_bit(4)))
-    for bits in INTEGER_BITS:
-        option = f"grad_compression=int{bits}"
-        plain.append((option, f"{_ADAMW} --optim_args {option}", "grad_compression", model.low_bit(bits)))
-
-    def compressed(optim: str, stages: dict[str, Step], zero_stage: int = 0) -> Way:
-        cls, given = ALGORITHMS[optim], [f"zero_stage={zero_stage}"] * bool(zero_stage)
-        given += [f"warmup_bits={warmup_bits}"] * bool(warmup_bits)
-        flags = f"--optim {optim}" + f" --optim_args {','.join(given)}" * bool(given)
-        own = signature(cls).parameters.get("state")
-        is_compact = (STATE if own is None else own.default) != FLOAT32
-        by_stage = {1: (ZERO1_FIRST, COMPACT_THEN), 2: (ZERO2_FIRST, ZERO2_THEN)}
-        forms = by_stage.get(zero_stage, (COMPACT_FIRST, COMPACT_THEN) if is_compact else (FLOAT32,))
-        name = f"{cls.__name__}, ZeRO-{zero_stage}" if zero_stage else cls.__name__
-        return Way(name, flags, [f"{cls.__name__}, {form}" for form in forms], stages)
-
-    zero_stages = (0, 1, 2) if model.training.warmup_bits in INTEGER_BITS else (0,)
-    return [
-        *(Way(name, flags, [memory], {_EVERY_STEP: step}) for name, flags, memory, step in plain),
-        *(compressed("onebit_adam", _onebit(model, "onebit_adam", steps, stage), stage) for stage in zero_stages),
-        compressed("zero_one_adam", _zero_one(model, steps)),
-        compressed("onebit_lamb", _onebit(model, "onebit_lamb", steps)),
+    found = [*_ordinary(model), *_partitioned(model)]
+    stages = (0, 1, 2) if model.training.warmup_bits in INTEGER_BITS else (0,)
+    found += [
+        _compressed(_FROZEN, "onebit_adam", _onebit(model, "onebit_adam", steps, stage), warmup_bits, stage)
+        for stage in stages
     ]
+    found.append(_compressed(_ALONE, "zero_one_adam", _zero_one(model, steps), warmup_bits))
+    found.append(_compressed(_LAMB, "onebit_lamb", _onebit(model, "onebit_lamb", steps), warmup_bits))
+    return sorted(found, key=lambda way: way.change)
+
+
+def _ordinary(model: Model) -> list[Way]:
+    """DDP and ordinary optimizers."""
+    itemsize = model.training.itemsize
+    found = [Way(_NOTHING, f"DDP, {8 * itemsize}-bit gradients", _ADAMW, ["no ZeRO"], {_EVERY_STEP: model.ddp()})]
+    if itemsize > _HALF_BYTES:
+        name, step = f"DDP, {8 * _HALF_BYTES}-bit gradients", model.ddp(_HALF_BYTES)
+        found.append(Way(_HALF, name, _HOOK, ["no ZeRO"], {_EVERY_STEP: step}))
+    for bits in INTEGER_BITS:
+        option, step = f"grad_compression=int{bits}", model.low_bit(bits)
+        flags = f"{_ADAMW} --optim_args {option}"
+        found.append(Way(_LOW_BIT, option, flags, ["grad_compression"], {_EVERY_STEP: step}))
+    return found
+
+
+def _partitioned(model: Model) -> list[Way]:
+    """ZeRO around AdamW, with gradients and parameters as they are, and in 4 bits."""
+    found = []
+    for optim, stage in sorted(ZERO_NAMES.items()):
+        notes = ["keeps float32 weights"] if model.training.itemsize < FLOAT_BYTES else []
+        if stage == 2 and model.training.accumulation > 1:
+            notes.append("sends every micro-batch's gradients")
+        name, flags, note = f"ZeRO-{stage}", f"--optim {optim}", ", ".join(notes)
+        found.append(Way(_NOTHING, name, flags, [name], {_EVERY_STEP: model.zero(stage)}, note))
+        name, flags = ZERO_INT4[stage], f"{flags} --optim_args grad_compression=int4,param_compression=int4"
+        found.append(Way(_BOTH_WAYS, name, flags, [name], {_EVERY_STEP: model.zero_low_bit(4, stage)}, note))
+    return found
+
+
+def _compressed(change: int, optim: str, stages: dict[str, Step], warmup_bits: int | None, zero_stage: int = 0) -> Way:
+    """A compressed optimizer, from the steps of its stages and the mean of a run."""
+    cls = ALGORITHMS[optim]
+    options = [f"zero_stage={zero_stage}"] * bool(zero_stage) + [f"warmup_bits={warmup_bits}"] * bool(warmup_bits)
+    flags = f"--optim {optim}" + f" --optim_args {','.join(options)}" * bool(options)
+    own = signature(cls).parameters.get("state")
+    is_compact = (STATE if own is None else own.default) != FLOAT32
+    by_stage = {1: (ZERO1_FIRST, COMPACT_THEN), 2: (ZERO2_FIRST, ZERO2_THEN)}
+    forms = by_stage.get(zero_stage, (COMPACT_FIRST, COMPACT_THEN) if is_compact else (FLOAT32,))
+    name = f"{cls.__name__}, ZeRO-{zero_stage}" if zero_stage else cls.__name__
+    note = "too short a run: stays in its warmup stage" if len(stages) == 2 else ""  # one stage, and the mean
+    return Way(change, name, flags, [f"{cls.__name__}, {form}" for form in forms], stages, note)
 
 
 def _is_low_bit(model: Model) -> bool:
@@ -209,6 +255,8 @@ def _onebit(model: Model, name: str, steps: int, zero_stage: int = 0) -> dict[st
     schedule = ALGORITHMS[name].schedule_class().fitted(steps, (), low_bit=_is_low_bit(model))
     first, sent = min(schedule.last_warmup_step, steps), {"during_backward": zero_stage == 2}
     averaged = model.shared_out(**sent) if zero_stage else model.averaged()
+    if first == steps:
+        return {"warmup": averaged, _WHOLE_RUN: averaged}
     compressed = model.compressed(_PASSES[name], **sent)
     whole = average([(first, averaged), (steps - first, compressed)])
     return {"warmup": averaged, "compressed": compressed, _WHOLE_RUN: whole}
@@ -229,16 +277,21 @@ def _zero_one(model: Model, steps: int) -> dict[str, Step]:
 
 
 def ranked(found: list[Way], steps: int, memory: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
-    """Rank the :func:`ways` by the time of a run, the fastest first; step figures are those of the longest stage."""
+    """Rank the :func:`ways` by the time of a run, the fastest first; figures of a step are means of the run."""
+    plain = found[0].mean.sent
     choices = [
         {
             "name": way.name,
             "place": place,
             "flags": way.flags,
-            "step_seconds": way.step.seconds,
+            "change": way.change,
+            "changes": CHANGES[way.change],
+            "note": way.note,
+            "step_seconds": way.mean.seconds,
             "run_seconds": way.mean.seconds * steps,
-            "step_bytes": way.step.sent,
+            "step_bytes": way.mean.sent,
             "run_bytes": way.mean.sent * steps,
+            "fewer": plain / way.mean.sent if way.mean.sent else 1.0,
             "memory_bytes": max(memory[row]["total"] for row in way.memory),
         }
         for place, way in enumerate(found)
@@ -247,15 +300,58 @@ def ranked(found: list[Way], steps: int, memory: dict[str, dict[str, int]]) -> l
 
 
 def advised(choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first of the :func:`ways` that is as fast as the best: it changes the training least."""
-    fast = [choice for choice in choices if choice["run_seconds"] <= choices[0]["run_seconds"] * (1 + ALIKE)]
-    return min(fast, key=lambda choice: int(choice["place"]))
+    """Return the first of the :func:`ways` that is as fast as the best: it changes the training least.
+
+    One that changes less, is as fast as that one, and sends less takes its place.
+    """
+    best = min(_as_fast_as(choices[0], choices), key=_place)
+    while True:
+        others = [choice for choice in _as_fast_as(best, choices) if choice["run_bytes"] < best["run_bytes"]]
+        smaller = [choice for choice in others if choice["change"] < best["change"]]
+        if not smaller:
+            return best
+        best = min(smaller, key=_place)
+
+
+def _as_fast_as(other: dict[str, Any], choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [choice for choice in choices if choice["run_seconds"] <= other["run_seconds"] * (1 + ALIKE)]
+
+
+def _place(choice: dict[str, Any]) -> int:
+    """The place of a choice among the :func:`ways`."""
+    return int(choice["place"])
 
 
 def verdict(choices: list[dict[str, Any]]) -> str:
+    """Say what to use, and why, in a few lines."""
     mine, plain = advised(choices), next(choice for choice in choices if choice["flags"] == _ADAMW)
-    faster = f": {plain['run_seconds'] / mine['run_seconds']:.2f} times as fast as {plain['name']}"
-    return f"use {mine['flags']}{'' if mine is plain else faster}; no other run is more than {100 * ALIKE:g} % faster"
+    lines = [f"use {mine['flags']}"]
+    if mine is plain:
+        lines.append(f"  {_seconds(mine)} a step; no other way is more than {100 * ALIKE:g} % faster")
+        return "\n".join(lines)
+    lines.append(
+        f"  {plain['run_seconds'] / mine['run_seconds']:.2f} times as fast as DDP: {_seconds(mine)} a step, not "
+        f"{_seconds(plain)}; a rank sends {_bytes(mine)} a step, not {_bytes(plain)} ({_against(mine)})"
+    )
+    lines.append(f"  no other way is more than {100 * ALIKE:g} % faster")
+    lines.append(f"  what changes: {mine['changes']}")
+    return "\n".join([*lines, *([f"  {mine['note']}"] if mine["note"] else [])])
+
+
+def _seconds(choice: dict[str, Any]) -> str:
+    return duration(float(choice["step_seconds"]))
+
+
+def _bytes(choice: dict[str, Any]) -> str:
+    return with_unit(float(choice["step_bytes"]))
+
+
+def _against(choice: dict[str, Any]) -> str:
+    """The bytes of a way beside those of DDP."""
+    fewer = float(choice["fewer"])
+    if abs(fewer - 1) < _SAME:
+        return "as many"
+    return f"{fewer:.1f}x fewer" if fewer > 1 else f"{1 / fewer:.1f}x MORE"
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
@@ -291,23 +387,36 @@ def time_table(rows: dict[str, dict[str, dict[str, float]]], compute: float) -> 
     for name, stages in rows.items():
         for number, (stage, step) in enumerate(stages.items()):
             names = "" if number else name, "" if stage == _EVERY_STEP else stage
-            sent, on_link, seconds = (
-                f"{step['sent'] / 1e6:,.1f} MB",
-                f"{step['on_link'] / 1e6:,.1f} MB",
-                step["seconds"],
-            )
-            lines.append([*names, sent, on_link, f"{seconds * 1e3:,.1f} ms", f"{seconds / compute:.2f} x"])
+            sent, on_link = f"{step['sent'] / 1e6:,.1f} MB", f"{step['on_link'] / 1e6:,.1f} MB"
+            seconds = f"{step['seconds'] * 1e3:,.1f} ms"
+            lines.append([*names, sent, on_link, seconds, f"{step['seconds'] / compute:.2f} x"])
     return _table(lines)
 
 
 def ranking_table(choices: list[dict[str, Any]]) -> str:
-    lines = [["", "step", "run", "sent a step", "sent a run", "memory", "flags"]]
+    """Render all ways of :func:`ranked`, the fastest first."""
+    lines = [["", "step", "run", "sent a step", "against DDP", "memory", "flags"]]
     for number, choice in enumerate(choices, 1):
         step, run = f"{choice['step_seconds'] * 1e3:,.1f} ms", f"{choice['run_seconds'] / 3600:,.2f} h"
-        sent = f"{choice['step_bytes'] / 1e6:,.2f} MB", f"{choice['run_bytes'] / 1e9:,.2f} GB"
-        memory = f"{choice['memory_bytes'] / 1e9:,.3f} GB"
-        lines.append([f"{number:2} {choice['name']}", step, run, *sent, memory, choice["flags"]])
+        sent, memory = f"{choice['step_bytes'] / 1e6:,.2f} MB", f"{choice['memory_bytes'] / 1e9:,.3f} GB"
+        flags = choice["flags"] + (f"  ({choice['note']})" if choice["note"] else "")
+        lines.append([f"{number:2} {choice['name']}", step, run, sent, _against(choice), memory, flags])
     return _table(lines, left=(0, 6))
+
+
+def short_table(choices: list[dict[str, Any]]) -> str:
+    """Render DDP, the advice, and the fastest of the ways with the same changes, from the smallest change on."""
+    fastest: dict[int, dict[str, Any]] = {}
+    for choice in choices:
+        fastest.setdefault(choice["change"], choice)
+    plain = next(choice for choice in choices if choice["flags"] == _ADAMW)
+    kept = [plain["name"], advised(choices)["name"], *(choice["name"] for choice in fastest.values())]
+    lines = [["", "step", "sent a step", "against DDP", "memory", ""]]
+    for choice in sorted(choices, key=_place):
+        if choice["name"] in kept:
+            memory = with_unit(choice["memory_bytes"])
+            lines.append([choice["name"], _seconds(choice), _bytes(choice), _against(choice), memory, choice["note"]])
+    return _table(lines, left=(0, 5))
 
 
 def _table(rows: list[list[str]], left: tuple[int, ...] = (0,)) -> str:

@@ -49,8 +49,9 @@ def estimate_zero_memory(
 ) -> MemoryEstimate:
     """Estimate the bytes that parameters, gradients and optimizer state take on each rank.
 
-    docs/memory_and_zero.md has the formulas. Stage 1 needs its bytes of gradients only while whole ones are held, as
-    during accumulation. For example::
+    docs/memory_and_zero.md has the formulas. Without ZeRO the state has the parameters' dtype, as torch's AdamW has it;
+    with it the state is in float32, beside float32 copies of parameters in 16 bits. Stage 1 needs its bytes of
+    gradients only while whole ones are held, as during accumulation. For example::
 
         estimate_zero_memory(7_000_000_000, world_size=32, stage=2, dtype=torch.bfloat16).total
 
@@ -82,7 +83,10 @@ def estimate_zero_memory(
         parameters += numel * kind.itemsize
         if trainable:
             gradients, trained = gradients + numel * kind.itemsize, trained + numel
-            is_ahead = param_compression != "none" and stage > 0 and world_size > 1
+            is_ahead = param_compression != "none" and world_size > 1
+            if stage == 0:  # torch's optimizer on the parameters themselves
+                states += numel * states_per_parameter * kind.itemsize
+                continue
             master = FLOAT_BYTES if kind.itemsize < FLOAT_BYTES or is_ahead else 0
             states += numel * (states_per_parameter * max(kind.itemsize, FLOAT_BYTES) + master)
     buckets = min(2 * int(bucket_cap_mb * BYTES_PER_MB), 2 * gradients) if world_size > 1 else 0

@@ -158,12 +158,10 @@ def test_two_ranks_time_a_model_and_advise(tmp_path: Path) -> None:
     step_time.stand_in(10_000, 16).save_pretrained(tmp_path)
     model = ["--config_name", str(tmp_path), "--batch-size", "2"]
     done = run_python([*MODULE, *model, *LINK], ranks=2)
-    assert done.stdout.count("\nuse --optim ") == 1 and "2 ranks on 1 machine(s), gloo on cpu" in done.stdout
+    assert done.stdout.startswith("use --optim ") and "2 ranks on 1 machine(s), gloo on cpu" in done.stdout
     assert "measured the link" not in done.stdout and "measured memory of a rank: " in done.stdout
     assert "10,040 parameters (gpt2), 2 x 16 tokens" in done.stdout
-    table = done.stdout.split("flags\n")[1].split("\n\n")[0].splitlines()
-    assert len(table) == 12 and all(f"{place:2} " in line for place, line in enumerate(table, 1))
-    assert sum(line.endswith("  --optim onebit_adam") for line in table) == 1
+    assert done.stdout.count("DDP, 32-bit gradients  ") == 1 and len(done.stdout.splitlines()) < 25
 
 
 def test_only_trainable_parameters_travel() -> None:

@@ -96,7 +96,7 @@ def test_estimates_are_the_formulas() -> None:
         for stage, fixed, shared in ((0, 16, 0), (1, 8, 8), (2, 4, 12)):
             found = estimate_zero_memory(psi, world_size, stage, bucket_cap_mb=0)
             assert found.total == psi * fixed + psi * shared // world_size
-        for stage, fixed, shared in ((0, 16, 0), (1, 4, 12), (2, 2, 14)):
+        for stage, fixed, shared in ((0, 8, 0), (1, 4, 12), (2, 2, 14)):  # without ZeRO as torch's AdamW
             found = estimate_zero_memory(psi, world_size, stage, dtype=torch.bfloat16, bucket_cap_mb=0)
             assert found.total == psi * fixed + psi * shared // world_size
     assert estimate_zero_memory(psi, 2, 2, bucket_cap_mb=25).buckets == 50 * 2**20
