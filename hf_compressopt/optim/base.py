@@ -176,8 +176,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         schedule = self.schedule_class(freeze_step=freeze_step, **given)
         if total_steps is not None:
             options.check_count("total_steps", total_steps)
-        if freeze_step == AUTO or total_steps is not None:
-            self._open = set(given) if freeze_step == AUTO else {"freeze_step", *given}
+        # an end of the warmup stage that is given stays; what else the run's length decides is open
+        self._open = set(given) if freeze_step == AUTO else {"freeze_step", *given}
         for name, value in (("max_grad_norm", max_grad_norm), ("variance_floor", variance_floor)):
             options.check_at_least(name, value, 0)
         options.check_scale_block(scale_block)
@@ -482,7 +482,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
             return ""
         self._fitted_to, found = max_steps, ""
         if self._open is not None:
+            before = self.schedule
             found = self.scale_schedule(max_steps, self._open)
+            if self.schedule.is_given(self._open) and self.schedule == before:
+                found = ""
         freeze_step = self.schedule.freeze_step
         if isinstance(freeze_step, int) and freeze_step > max_steps:
             message = "freeze_step=%d is beyond the end of the run, which has %d steps: all of them belong to the "

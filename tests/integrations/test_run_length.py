@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
+from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, ZeroOneAdam
+from hf_compressopt.integrations.log import fit
+from hf_compressopt.schedules import ZeroOneSchedule
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.logs import log_lines
 from tests.support.trainer_runs import Run, make_trainer, network, take_steps, use_accelerate
@@ -34,7 +36,7 @@ def plug_in(
     with log_lines() as lines:
         inner = accelerator.prepare(*prepared)[1].optimizer
     schedule = getattr(inner, "schedule", None)
-    fitted = [getattr(schedule, name, None) for name in ("freeze_step", "max_freeze_step")]
+    fitted = [getattr(schedule, name, None) for name in ("freeze_step", "max_freeze_step", "local_step_scaler")]
     return {"class": type(inner).__name__, "fitted": fitted, "lines": lines}
 
 
@@ -50,7 +52,21 @@ class OwnStep(torch.optim.AdamW):
 def test_the_plugin_fits_the_schedule_to_the_run(scheduler: str, world_size: int) -> None:
     options, kind = ({"total_steps": 50}, "none") if scheduler == "total_steps" else ({}, scheduler)
     for found in run_ranks(world_size, plug_in, {**options, "warmup_bits": 32}, 50, kind, "AdamW"):
-        assert found["fitted"] == ["auto", 10]  # 20 % of the run
+        assert found["fitted"][:2] == ["auto", 10]  # 20 % of the run
+
+
+@pytest.mark.parametrize("scheduler", ["auto", "total_steps"])
+def test_a_freeze_step_that_is_given_leaves_the_intervals_to_the_run(scheduler: str) -> None:
+    options = {"optimizer": "zero_one_adam", "freeze_step": 8}
+    options, kind = ({**options, "total_steps": 40}, "none") if scheduler == "total_steps" else (options, scheduler)
+    for found in run_ranks(2, plug_in, options, 40, kind, "AdamW"):
+        assert found["fitted"] == [8, ZeroOneSchedule().max_freeze_step, 4]
+    made = ZeroOneAdam([torch.nn.Parameter(torch.ones(9))], freeze_step=8)  # given to Trainer, or to prepare
+    fit(made, 40)
+    assert made.schedule.local_step_scaler == 4 and made.freeze_step == 8
+    own = ZeroOneAdam([torch.nn.Parameter(torch.ones(9))], freeze_step=8, local_step_scaler=7)
+    fit(own, 40)
+    assert own.schedule.local_step_scaler == 7
 
 
 def test_the_plugins_default_is_auto_and_says_when_it_knows_no_length() -> None:
