@@ -71,7 +71,8 @@ class GradientCompression:
         state = GradientCompression(model.named_parameters(), "int4")
         ddp_model.register_comm_hook(state, compress_hook)
 
-    Without it, :meth:`average_gradients` after ``backward()`` does the same. Any optimizer follows. Source: error
+    Without it, :meth:`average_gradients` after ``backward()`` does the same. Any optimizer follows. A state that is
+    made before ``init_process_group``, as for Lightning's DDPStrategy, takes its ranks at the first use. Source: error
     feedback of both phases, arXiv 1901.09847 and 2102.02888, section 5; integers in blocks, LoCo, arXiv 2407.04480.
 
     Attributes:
@@ -79,8 +80,6 @@ class GradientCompression:
         names: Their names.
         bits: Bits per element of a message.
         layout: Their place in the flat buffers: the last parameter first, as backward brings the gradients.
-        errors: What messages have missed so far: this rank's, and those of the averages that it has sent.
-        communicator: The ranks.
         traffic: Bytes that were sent.
         steps: Steps whose gradients were exchanged.
         skipped_steps: Those of them whose gradients were not finite.
@@ -100,7 +99,7 @@ class GradientCompression:
         node_bits: int = 32,
         state: str = "compact",
     ) -> None:
-        """Allocate the errors.
+        """Allocate the errors; before ``init_process_group``, check the options only.
 
         There are 1 / node_size + 1 / world_size of them per parameter; if the topology is flat the node_size is 1.
 
@@ -134,16 +133,37 @@ class GradientCompression:
         devices = {param.device for param in self.params}
         if len(devices) > 1:
             raise ValueError(f"all parameters must be on one device, got {sorted(map(str, devices))}")
-        device = next(iter(devices), torch.device("cpu"))
         self.traffic, self.steps, self.skipped_steps = Traffic(), 0, 0
-        flat = make_communicator(communicator, process_group, device=device, traffic=self.traffic, cuda_aware=False)
-        self.communicator = with_topology(flat, wanted)
-        self._loss_scale = loss_scale
+        self._ranks_asked_for = communicator, process_group, wanted
+        self._is_compact, self._loss_scale = state == "compact", loss_scale
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
-        self.errors = ErrorFeedback(self.layout, self.communicator, device, compact=state == "compact", used=True)
+        self._connected: tuple[Communicator, ErrorFeedback] | None = None
+        if communicator is not None or (dist.is_available() and dist.is_initialized()):
+            self._connect()
         self._rounds, self._buckets = GradientRounds(), list[IntegerBucket]()
         self._checked = False
         take_over(self.params, "GradientCompression")
+
+    def _connect(self) -> tuple[Communicator, ErrorFeedback]:
+        """Return the ranks, and the errors of this one. The first call is one of all ranks together."""
+        if self._connected is None:
+            name, group, wanted = self._ranks_asked_for
+            device = self.params[0].device if self.params else torch.device("cpu")  # the model may have moved
+            flat = make_communicator(name, group, device=device, traffic=self.traffic, cuda_aware=False)
+            communicator = with_topology(flat, wanted)
+            errors = ErrorFeedback(self.layout, communicator, device, compact=self._is_compact, used=True)
+            self._connected = communicator, errors
+        return self._connected
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks."""
+        return self._connect()[0]
+
+    @property
+    def errors(self) -> ErrorFeedback:
+        """What messages have missed so far: this rank's, and those of the averages that it has sent."""
+        return self._connect()[1]
 
     @property
     def worker_error(self) -> Tensor:
@@ -193,9 +213,10 @@ class GradientCompression:
 
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
+        ranks = str(self.communicator) if self._connected else "between ranks that the first step finds"
         return (
             f"GradientCompression: the gradients of {self.layout.numel:,} parameters travel as int{self.bits} with "
-            f"error feedback, {self.communicator}"
+            f"error feedback, {ranks}"
         )
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -262,8 +283,19 @@ class GradientCompression:
     def add_bucket(self, bucket: "dist.GradBucket") -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """Take a bucket of DDP's; :func:`compress_hook` calls it."""
         if self.communicator.world_size == 1:
+            self._check_alone()
             return as_it_is(bucket.buffer())
         return self._rounds.add_ddp_bucket(bucket, self._start, self._finish)
+
+    def _check_alone(self) -> None:
+        """Raise if this state took one rank for all: ranks would average nothing."""
+        name, group, _ = self._ranks_asked_for
+        if name is None and dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+            raise RuntimeError(
+                f"this GradientCompression was used before torch.distributed had its {dist.get_world_size(group)} "
+                "ranks, and would average nothing: make it after init_process_group(), or read nothing of it before "
+                "the first backward"
+            )
 
     def _start(self) -> None:
         """Start the round of a step. All ranks call."""

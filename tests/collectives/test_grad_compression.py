@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import unittest.mock
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,16 @@ from unittest import TestCase
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt import GradientCompression, compress_hook, load_state, save_state
 from hf_compressopt.format.index import CheckpointIndex
 from tests.oracles.simulation_integers import Simulation
-from tests.support.ddp_runs import hook_beside_loop, make_net
+from tests.support.ddp_runs import backward, hook_beside_loop, make_net
 from tests.support.exchanging import errors_everywhere
-from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
+from tests.support.harness import on_ranks, run_ranks, run_ranks_expecting_error, same_on_all_ranks
 from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
 
 SHAPES = [(7, 33), (129,), (0,), (1,), (64, 5), (3, 1, 2)]
@@ -289,3 +291,48 @@ def test_a_gradient_that_nobody_has_stays_none(rank: int, world_size: int) -> No
     GradientCompression(params).average_gradients()
     assert torch.allclose(params[1].grad, torch.full((40,), 0.5), atol=0.08)
     assert [p.grad is None for p in params] == [False, False, True]
+
+
+# -- a state that is older than the process group, as in a strategy of Lightning -------------------------------------
+
+
+class Strategy:
+    """What Lightning's DDPStrategy does with ``ddp_comm_state`` and ``ddp_comm_hook``, in its order."""
+
+    def __init__(self, ddp_comm_state: Any, ddp_comm_hook: Any) -> None:
+        self.state, self.hook = ddp_comm_state, ddp_comm_hook
+
+    def setup(self, module: nn.Module) -> DistributedDataParallel:
+        model = DistributedDataParallel(module)
+        model.register_comm_hook(state=self.state, hook=self.hook)
+        return model
+
+
+def made_early(rank: int, world_size: int, how: str) -> tuple[list[torch.Tensor], dict[str, float], str]:
+    """Train by a state that is made before the process group is there (or after it), and return what came of it."""
+    net, said = make_net(), ""
+    with unittest.mock.patch.object(dist, "is_initialized", lambda: how == "after"):
+        with unittest.mock.patch.dict("os.environ", {"WORLD_SIZE": "2"} if how == "torchrun" else {}):
+            state = GradientCompression(net.named_parameters(), "int4", bucket_cap_mb=CAP)
+            said = state.describe()
+            if how == "used":
+                assert state.communicator.world_size == 1
+    if how == "spawn":  # the strategy and the module are pickled together
+        state, net = pickle.loads(pickle.dumps((state, net)))
+    model = Strategy(state, compress_hook).setup(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in net.parameters()], state.metrics(), said
+
+
+def test_a_state_that_is_older_than_the_process_group_takes_its_ranks_at_the_first_use() -> None:
+    expected, sent, _ = run_ranks(2, made_early, "after")[0]
+    for how in ("torchrun", "fork", "spawn"):
+        for params, metrics, said in run_ranks(2, made_early, how):
+            assert all(map(torch.equal, params, expected)) and said.endswith("between ranks that the first step finds")
+            assert metrics["bytes_sent"] == sent["bytes_sent"] > 0 and metrics["compression_ratio"] > 3
+    for error in run_ranks_expecting_error(2, made_early, "used").values():
+        assert "was used before torch.distributed had its 2 ranks, and would average nothing" in error
