@@ -123,7 +123,7 @@ check-cuda: $(TOOLS)/.installed
 	@echo "== CUDA kernels: registers and machine code =="
 	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check \
 	    nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
-	@$(TOOLS)/bin/python scripts/check_cuda.py --table
+	@$(TOOLS)/bin/python scripts/check_cuda.py
 
 wheel: $(TOOLS)/.installed $(if $(shell command -v nvcc),check-cuda)
 	@echo "== sdist, and from it the wheel: an environment of its own, without torch =="
