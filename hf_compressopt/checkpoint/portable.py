@@ -9,17 +9,11 @@ the checkpoint has them. Its metadata has ``param_groups`` as JSON: for each par
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
-import struct
-import sys
-import zipfile
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -42,7 +36,7 @@ from hf_compressopt.format.index import (
     name_by_place,
 )
 from hf_compressopt.format.plan import MASTER
-from hf_compressopt.format.shards import ShardFiles, durable_file, progress, temporary_name, write_shard
+from hf_compressopt.format.shards import ShardFiles, durable_file, temporary_name, write_shard
 from hf_compressopt.optim.options import check_at_least, check_betas
 from hf_compressopt.optim.state import STATE_KEY
 
@@ -53,16 +47,6 @@ _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "initial_lr", *_SWITCH
 _KINDS = (Kind.STEP, *MOMENTS, "max_exp_avg_sq", MASTER)
 _MOST_STEPS = 2**53
 _SAFETENSORS, _TORCH = ".safetensors", (".pt", ".pth", ".bin")
-#: Storages begin at multiples of this, as those of torch.save do.
-_ALIGNMENT = 64
-_ROOT = "archive"
-#: The class by which torch.save names the dtype of a storage.
-_STORAGES = {
-    torch.float32: torch.FloatStorage,
-    torch.float64: torch.DoubleStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.float16: torch.HalfStorage,
-}
 
 
 def find_index(directory: StrPath, prefix: str | None = None) -> Path | None:
@@ -76,7 +60,7 @@ def find_index(directory: StrPath, prefix: str | None = None) -> Path | None:
 
 
 def consolidate(index_path: Path, out: StrPath, *, force: bool = False) -> list[str]:
-    """Write a checkpoint of any of our optimizers as one file of AdamW's state, verified, in little memory.
+    """Write a checkpoint of any of our optimizers as one file of AdamW's state, verified; .safetensors in little memory.
 
     The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.load`. The file gets its name
     only when it is whole. Returns sentences about what the checkpoint has and the file does not.
@@ -95,7 +79,7 @@ def consolidate(index_path: Path, out: StrPath, *, force: bool = False) -> list[
             if path.suffix == _SAFETENSORS:
                 _write_safetensors(path, view)
                 return view.notes
-            _write_torch_file(path, view)
+            save_torch_file(path, _packed(view))
     masters = sum(entry.key.kind == MASTER for entry in view.found.values())
     left_out = [f"{masters} float32 master copies are left out: AdamW has none; a {_SAFETENSORS} file keeps them"]
     return view.notes + (left_out if masters else [])
@@ -111,8 +95,8 @@ def _write_safetensors(path: Path, view: AdamView) -> None:
     write_shard(path, layout, metadata, lambda name: map(bytes_of, view.read_parts(view.found[name])))
 
 
-def _write_torch_file(path: Path, view: AdamView) -> None:
-    entries: dict[Tensor, Entry] = {}
+def _packed(view: AdamView) -> dict[str, Any]:
+    """Return the state dict of torch's AdamW, in memory."""
     packed: dict[str, Any] = {"state": {}, "param_groups": []}
     count = 0
     for group, parameters in zip(view.param_groups, view.index.parameters, strict=True):
@@ -122,10 +106,23 @@ def _write_torch_file(path: Path, view: AdamView) -> None:
         for number, parameter in zip(numbers, parameters, strict=True):
             for kind in (Kind.STEP, *MOMENTS, "max_exp_avg_sq"):
                 if (entry := view.found.get(f"{kind}/{parameter['name']}")) is not None:
-                    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-                    packed["state"].setdefault(number, {})[kind] = tensor
-                    entries[tensor] = entry
-    write_torch_file(path, packed, lambda tensor: map(bytes_of, view.read_parts(entries[tensor])))
+                    packed["state"].setdefault(number, {})[kind] = _whole(view, entry)
+    return packed
+
+
+def save_torch_file(path: Path, contents: Any) -> None:
+    """Save for torch.load, durably: the file is whole, or as it was."""
+    with durable_file(temporary_name(path), final=path) as file:
+        torch.save(contents, file)
+
+
+def _whole(view: AdamView, entry: Entry) -> Tensor:
+    whole, start = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu"), 0
+    flat = whole.view(-1)
+    for part in view.read_parts(entry):
+        flat[start : start + part.numel()] = part
+        start += part.numel()
+    return whole
 
 
 # -- the other way ----------------------------------------------------------------------------------------------------
@@ -292,59 +289,3 @@ def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             check_at_least(key, value, 0)
             value = float(value)
         yield key, value
-
-
-class _Storage(NamedTuple):
-    tensor: Tensor
-
-
-class _Pickler(pickle.Pickler):
-    """Pickle tensors of the meta device as torch.save pickles those of the CPU."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=2)  # which torch.load(weights_only=True) reads
-        self.tensors: list[Tensor] = []
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Tensor):
-            return NotImplemented
-        view: tuple[Any, ...] = _Storage(obj), 0, tuple(obj.shape), obj.stride(), False, OrderedDict()
-        return torch._utils._rebuild_tensor_v2, view
-
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, _Storage):
-            return None
-        self.tensors.append(obj.tensor)
-        return "storage", _STORAGES[obj.tensor.dtype], str(len(self.tensors) - 1), "cpu", obj.tensor.numel()
-
-
-def write_torch_file(path: Path, contents: Any, parts_of: Callable[[Tensor], Iterable[memoryview]]) -> None:
-    """Write a file for torch.load, durably: a zip of a pickle, and of the bytes of each storage, part by part.
-
-    The tensors in ``contents`` are on the meta device; ``parts_of`` returns the bytes of one.
-    """
-    pickler = _Pickler(buffer := io.BytesIO())
-    pickler.dump(contents)
-
-    def record(name: str, nbytes: int, parts: Iterable[bytes | memoryview]) -> None:
-        """Write an entry. An extra field in its header makes the bytes begin at a multiple of the alignment."""
-        info = zipfile.ZipInfo(f"{_ROOT}/{name}")
-        info.file_size = nbytes
-        zip64 = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile decides
-        padding = -(file.tell() + 30 + len(info.filename) + (20 if zip64 else 0) + 4) % _ALIGNMENT
-        info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-        with archive.open(info, "w") as entry:
-            for part in parts:
-                entry.write(part)
-                advance(len(part))
-
-    with (
-        durable_file(temporary_name(path), final=path) as file,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
-        progress(path.name, sum(tensor.nbytes for tensor in pickler.tensors)) as advance,
-    ):
-        for name, data in (("data.pkl", buffer.getvalue()), ("byteorder", sys.byteorder.encode())):
-            record(name, len(data), [data])
-        for number, tensor in enumerate(pickler.tensors):
-            record(f"data/{number}", tensor.nbytes, parts_of(tensor))
-        record("version", 2, [b"3\n"])

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
-from hf_compressopt.checkpoint.portable import consolidate, write_torch_file
+from hf_compressopt.checkpoint.portable import consolidate, save_torch_file
 from hf_compressopt.format import shards
 from hf_compressopt.format.index import BLOCK_BYTES, DTYPES, CheckpointError, Piece, TensorEntry
 from hf_compressopt.format.shards import ShardFile, write_shard
@@ -239,7 +239,7 @@ class Failing(io.FileIO):
 
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "shard": lambda path: write(path, b"1"),
-    "for torch.load": lambda path: write_torch_file(path, {}, lambda _: []),
+    "for torch.load": lambda path: save_torch_file(path, {}),
     "index": lambda path: shards.write_aside(path, b"new"),
 }
 
@@ -262,17 +262,13 @@ def test_a_file_is_whole_or_as_it_was(failure: str, kind: str, tmp_path: Path, m
     assert path.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_a_file_under_way_has_a_name_of_its_own_and_the_old_one_stays(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"model{suffix}"
+def test_a_file_under_way_has_a_name_of_its_own_and_the_old_one_stays(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
     path.write_text("old")
     (tmp_path / "model.tmp").write_text("the user's")
 
     def write_one(data: Callable[[], bytes]) -> None:
-        if suffix == ".pt":
-            write_torch_file(path, {"a": torch.empty(1, device="meta")}, lambda _: [data()])
-        else:
-            write_shard(path, {"a": ("float32", (1,))}, {}, lambda _: [data()])
+        write_shard(path, {"a": ("float32", (1,))}, {}, lambda _: [data()])
 
     def interrupted() -> bytes:
         assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 3
@@ -283,7 +279,7 @@ def test_a_file_under_way_has_a_name_of_its_own_and_the_old_one_stays(suffix: st
         write_one(interrupted)
     assert (tmp_path / "model.tmp").read_text() == "the user's"
     assert {path.name for path in tmp_path.iterdir()} == {"model.tmp", path.name}
-    assert (torch.load if suffix == ".pt" else load_file)(path)["a"] == 7
+    assert load_file(path)["a"] == 7
 
 
 def test_big_checkpoints_show_their_progress_on_a_terminal(
