@@ -1,11 +1,12 @@
 """Measure this cluster, and say which optimizer trains fastest on it.
 
-    torchrun --nproc_per_node 2 -m hf_compressopt.advise --params 350e6
-    accelerate launch -m hf_compressopt.advise --config_name gpt2
+    torchrun --nproc_per_node 2 -m hf_compressopt.advise --params 350e6 --compute-seconds 0.6
+    accelerate launch -m hf_compressopt.advise --model gpt2 --compute-seconds 0.6
 
-Start it on all machines like a training. It times the collectives between the ranks, and a step of the model, and
-gives these numbers to the planner of "hf-compressopt estimate" (docs/dev/planner.md). Numbers that you give are not
-measured.
+Start it on all machines like a training. It times the collectives between the ranks, and gives these numbers to the
+planner of "hf-compressopt estimate" (docs/dev/planner.md). Numbers that you give are not measured. The seconds of a
+step without communication, --compute-seconds, are those of your own training: run it on one GPU, with the same batch
+per GPU, and take 1 / train_steps_per_second of its last log line.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,9 +32,8 @@ from hf_compressopt.planner import estimate, link, report
 from hf_compressopt.planner.link import Link
 
 _PROGRAM = "python -m hf_compressopt.advise"
-_START = "start it on every rank: torchrun --nproc_per_node 2 -m hf_compressopt.advise --params 350e6"
+_START = "start it on every rank: torchrun --nproc_per_node 2 -m hf_compressopt.advise ..."
 _LONGEST_WAIT = 300.0  # seconds
-_USUAL_TOKENS = 512
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,15 +70,11 @@ def _parser() -> argparse.ArgumentParser:
         prog=_PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--config_name", help="the model: a name on the Hub, or a folder with a config.json")
+    model.add_argument("--model", metavar="DIR", help="count the parameters of a model: a folder with its config.json")
     count = quantities.argument(quantities.count)
-    model.add_argument("--params", type=count, help=f"{estimate.PARAMS_HELP}; a GPT-2 of about this size is timed")
+    model.add_argument("--params", type=count, help=estimate.PARAMS_HELP)
     text = "parameters that train, if not all: LoRA's adapters. Only these travel, and compressing them helps below "
     parser.add_argument("--trainable", type=count, metavar="N", help=f"{text}about 10 Gbit/s; above, seldom")
-    few = quantities.argument(partial(quantities.count, most=1e6))
-    parser.add_argument("--batch-size", type=few, default=8, help="examples per rank in a step (%(default)s)")
-    tokens = f"tokens in an example (default: {_USUAL_TOKENS}, or the most that the model takes)"
-    parser.add_argument("--tokens", type=few, help=tokens)
     parser.add_argument("--use_cpu", action="store_true", help="use the CPU and gloo even if there is a GPU")
     wait = f"longest time to wait for another rank (default: {_LONGEST_WAIT:g}s)"
     parser.add_argument("--timeout", type=quantities.argument(quantities.seconds), default=_LONGEST_WAIT, help=wait)
@@ -137,7 +132,7 @@ def _advise(arguments: argparse.Namespace, place: _Place) -> str:
     everyone, given = place.everyone, {key: value for key, value in vars(arguments).items() if value is not None}
     everyone.require_equal("the arguments", given)
     measured: dict[str, Any] = {"backend": everyone.name, "device": place.device.type}
-    _measure_step(arguments, place, measured)
+    everyone.run_together(lambda: estimate.count_model(arguments), others=ValueError)
     if arguments.trainable is not None:
         if arguments.trainable > arguments.params:
             raise ValueError(f"--trainable must be at most the model's {arguments.params}, got {arguments.trainable}")
@@ -155,41 +150,6 @@ def _advise(arguments: argparse.Namespace, place: _Place) -> str:
         return "\n".join([found["verdict"], "", table, "", *_facts(arguments, place, measured)])
 
     return everyone.run_together(render, others=ValueError)
-
-
-def _measure_step(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any]) -> None:
-    """Fill in the number of parameters, and the seconds of a step, of the slowest rank."""
-    if arguments.params is not None and arguments.compute_seconds is not None:
-        return
-
-    def step() -> tuple[float, float]:
-        from hf_compressopt.integrations import step_time
-
-        tokens = arguments.tokens or _USUAL_TOKENS
-        if arguments.config_name is None:
-            config = step_time.stand_in(arguments.params, tokens)
-        else:
-            config = step_time.named_config(arguments.config_name)
-        tokens = arguments.tokens or min(tokens, step_time.most_tokens(config) or tokens)
-        size = step_time.trainable(config)
-        arguments.params = arguments.params or size
-        if arguments.compute_seconds is not None:
-            return arguments.compute_seconds, 0.0
-        step_time.check_tokens(config, tokens)
-        if place.device.type == "cpu":
-            step_time.check_memory(size, place.local)
-        whole = config, place.device, getattr(torch, arguments.dtype), arguments.batch_size, tokens, place.local
-        found = step_time.time_step(*whole, adapters=arguments.trainable)
-        told = {"params": size, "model": config.model_type, "batch_size": arguments.batch_size, "tokens": tokens}
-        measured["step"] = {**told, "at_once": found.at_once}
-        return found.seconds, found.update
-
-    seconds, update = link.slowest(place.everyone.run_together(step, others=ValueError), place.everyone)
-    if arguments.compute_seconds is None:
-        arguments.compute_seconds = seconds
-        if arguments.update_seconds is None:
-            arguments.update_seconds = update
-        measured["step"] |= {"seconds": seconds, "update_seconds": update}
 
 
 def _measure_links(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any]) -> None:
@@ -242,13 +202,6 @@ def _facts(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any
         lines.append(f"measured both topologies: {link.described(*measured['topology'])}")
     if "memory_bandwidth" in measured:
         lines.append(f"measured memory of a rank: {measured['memory_bandwidth'] / 1e9:.3g} GB/s")
-    if step := measured.get("step"):
-        part = f" ({step['at_once']} x {step['tokens']} at a time, for which there is memory)"
-        lines.append(
-            f"measured a step of {step['params']:,} parameters ({step['model']}), {step['batch_size']} x "
-            f"{step['tokens']} tokens{part if step['at_once'] != step['batch_size'] else ''}: {step['seconds']:.4g} s, "
-            f"of which AdamW's update {step['update_seconds']:.3g} s"
-        )
     return [*lines, f"to predict the same: {_estimate(arguments, place)}"]
 
 

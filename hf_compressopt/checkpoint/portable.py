@@ -60,10 +60,11 @@ def find_index(directory: StrPath, prefix: str | None = None) -> Path | None:
 
 
 def consolidate(index_path: Path, out: StrPath, *, force: bool = False) -> list[str]:
-    """Write a checkpoint of any of our optimizers as one file of AdamW's state, verified; .safetensors in little memory.
+    """Write a checkpoint of any of our optimizers as one file of AdamW's state, verified.
 
     The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.load`. The file gets its name
-    only when it is whole. Returns sentences about what the checkpoint has and the file does not.
+    only when it is whole. One of safetensors takes little memory. Returns sentences about what the checkpoint has and
+    the file does not.
     """
     path = Path(out)
     if path.suffix not in (_SAFETENSORS, *_TORCH):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PARAMS_HELP = "number of trainable parameters: 350M, 7B, 124e6"
 _MOST_RANKS = 1_000_000
+_OF_THE_USER = ("compute-seconds", "update-seconds")  # times that nothing here measures
 #: Parts of the memory table that are shown without --tables.
 _MAIN_ROWS = ("no ZeRO", "ZeRO-1", "ZeRO-2", "grad_compression")
 
@@ -65,8 +66,10 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = 
         ("host-bandwidth", rate, "rate at which a rank's CPU moves messages while it computes", "no limit"),
         ("latency", time, "latency of one hop between nodes", "20us"),
     ):
-        told = "measured" if measured else default
-        times.add_argument(f"--{name}", type=kind, help=f"{text} (default: {told})" if told else text)
+        told = "measured" if measured and name not in _OF_THE_USER else default
+        required = measured and name == "compute-seconds"
+        help_text = f"{text} (default: {told})" if told else text
+        times.add_argument(f"--{name}", type=kind, required=required, help=help_text)
     text = "steps of the run, which decide the schedule (%(default)s)"
     times.add_argument("--steps", type=argument(partial(count, most=1e12)), default=10_000, help=text)
     text = "micro-batches of a step (gradient_accumulation_steps, %(default)s): ZeRO-2 sends each, others send the last"
@@ -84,13 +87,18 @@ def run(arguments: argparse.Namespace) -> int:
     Activations and the framework's own memory come on top. The advice needs --bandwidth and --compute-seconds: the
     seconds of a step are predicted by the model of docs/dev/planner.md.
     """
-    if arguments.model is not None:
-        from hf_compressopt.integrations import step_time
-
-        arguments.params, arguments.in_full = step_time.parameters_of(arguments.model)
+    count_model(arguments)
     found = predict(arguments, arguments.nodes * arguments.gpus_per_node)
     print(json.dumps(found, indent=2) if arguments.json else "\n".join(_lines(arguments, found)))
     return 0
+
+
+def count_model(arguments: argparse.Namespace) -> None:
+    """Fill in the parameters of --model."""
+    if arguments.model is not None:
+        from hf_compressopt.integrations import model_size
+
+        arguments.params, arguments.in_full = model_size.parameters_of(arguments.model)
 
 
 def _lines(arguments: argparse.Namespace, found: dict[str, Any]) -> list[str]:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from hf_compressopt.collectives.topology import AUTO
 from hf_compressopt.flat import FLOAT_BYTES, bucket_numel_of, chunk_numel
 from hf_compressopt.integrations.algorithms import ALGORITHMS, ZERO_NAMES
 from hf_compressopt.kernels import INTEGER_BITS, CompactErrors, SignFormat
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import STATE
-from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_GRADIENT, Model, Step, average
+from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_GRADIENT, Cluster, Model, Step, average
 from hf_compressopt.quantities import duration, with_unit
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
@@ -202,7 +203,16 @@ def ways(model: Model, steps: int, warmup_bits: int | None) -> list[Way]:
     ]
     found.append(_compressed(_ALONE, "zero_one_adam", _zero_one(model, steps), warmup_bits))
     found.append(_compressed(_LAMB, "onebit_lamb", _onebit(model, "onebit_lamb", steps), warmup_bits))
+    found = [_with_topology(way, model.cluster) for way in found]
     return sorted(found, key=lambda way: way.change)
+
+
+def _with_topology(way: Way, cluster: Cluster) -> Way:
+    """Return the way with topology=flat among its flags where "auto" would be hierarchical."""
+    if way.flags in (_ADAMW, _HOOK) or replace(cluster, topology=AUTO).node_size == cluster.node_size:
+        return way
+    joint = "," if "--optim_args" in way.flags else " --optim_args "
+    return replace(way, flags=f"{way.flags}{joint}topology=flat")
 
 
 def _ordinary(model: Model) -> list[Way]:
