@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
 TOOLS  := build/tools
+BUILD  := build/kernels
 # CUDA kernels are for the GPUs of this machine, in the wheel for all; NVCC=/usr/local/cuda-12.9/bin/nvcc chooses one of
 # several CUDAs. Built with CUDA 12.8 or 12.9 they run with drivers from R525 on, with CUDA 13 from R580 on.
 override CMAKE_ARGS += $(if $(NVCC),-DCMAKE_CUDA_COMPILER=$(NVCC))
@@ -20,13 +21,15 @@ COMPAT     := oldest newest
 # Three tests at a time: many have one process, and ranks wait for each other. With bytecode, which the ranks share.
 PYTEST := env PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(or $(WORKERS),3) --dist worksteal
 
-.PHONY: help install kernels demo test test-full test-gpu test-compat $(COMPAT:%=test-compat-%) style docs check-cuda wheel test-wheel clean
+.PHONY: help install kernels demo test test-full test-gpu gpu-proof gpu-bundle test-compat $(COMPAT:%=test-compat-%) style docs check-cuda wheel test-wheel clean
 
 help:
 	@echo "make demo      train a small language model twice (adamw_torch, onebit_adam) on 2 processes and compare"
 	@echo "make test      the tests (real process groups, a real Trainer), some 5 minutes on 2 cores"
 	@echo "make test-full the long tests that make test leaves out: fuzz, stress, whole runs, launchers"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make gpu-proof everything on the GPU that is here, in ten minutes: tests, times, losses, as JSON in build/gpu-proof"
+	@echo "make gpu-bundle what a GPU machine needs for that, made without one: build/gpu-bundle.tar.gz (GPU=90)"
 	@echo "make test-compat  the tests of Trainer and Accelerate, with the oldest and the newest versions of them and of torch"
 	@echo "make kernels   the native libraries, into hf_compressopt/kernels/lib (needs a C++ compiler; CUDA where nvcc and a GPU are)"
 	@echo "make check-cuda  the machine code of the CUDA kernels: no spills, 128 bits at a time (needs nvcc)"
@@ -59,8 +62,8 @@ kernels:
 	fi; \
 	echo "== native libraries, into hf_compressopt/kernels/lib =="; \
 	export MAKEFLAGS=--no-print-directory; \
-	$$cmake -S . -B build/kernels $(CMAKE_ARGS) >/dev/null && \
-	$$cmake --build build/kernels --parallel $$(getconf _NPROCESSORS_ONLN)
+	$$cmake -S . -B $(BUILD) $(CMAKE_ARGS) >/dev/null && \
+	$$cmake --build $(BUILD) --parallel $$(getconf _NPROCESSORS_ONLN)
 
 demo: install
 	@echo "== demo: adamw_torch and onebit_adam, 2 processes each, on Python's language reference =="
@@ -79,6 +82,25 @@ test-gpu: GPU_PYTHON = $(or $(wildcard $(VENV)/bin/python),$(PYTHON))
 test-gpu: kernels
 	@echo "== tests that need a CUDA device, by $(GPU_PYTHON) =="
 	@$(GPU_PYTHON) -m pytest -o addopts="-ra --strict-markers" tests/gpu
+
+build/tokens/train.bin:
+	@echo "== tokens, of the packages that are installed here =="
+	@$(or $(wildcard $(VENV)/bin/python),$(PYTHON)) scripts/make_tokens.py
+
+# A library that was built before, such as a bundle's, stays: there may be no nvcc here.
+gpu-proof: build/tokens/train.bin
+	@test -e hf_compressopt/kernels/lib/libcompressopt_cuda.so || $(MAKE) --no-print-directory kernels
+	@echo "== everything that only a GPU can show, into build/gpu-proof =="
+	@$(or $(wildcard $(VENV)/bin/python),$(PYTHON)) scripts/gpu_proof.py --minutes $(or $(MINUTES),9)
+
+# The sources, the libraries for one kind of GPU (90: H100 and H200), and the tokens.
+gpu-bundle: build/tokens/train.bin
+	@$(MAKE) --no-print-directory kernels BUILD=build/gpu/cmake \
+	    CMAKE_ARGS="-DCOMPRESSOPT_CUDA_ARCHITECTURES=$(or $(GPU),90) -DCOMPRESSOPT_OUTPUT=$(CURDIR)/build/gpu/lib $(CMAKE_ARGS)"
+	@test -e build/gpu/lib/libcompressopt_cuda.so
+	@{ git ls-files; ls build/gpu/lib/* build/tokens/*; } | tar czf build/gpu-bundle.tar.gz \
+	    --transform 's,^build/gpu/lib,hf_compressopt/kernels/lib,' --files-from -
+	@du -h --apparent-size build/gpu-bundle.tar.gz
 
 build/compat-%/.installed: compat/%.txt pyproject.toml
 	@echo "== installing the $* versions into build/compat-$* (once; some GB of CUDA with torch unless TORCH_INDEX has CPU builds) =="

@@ -47,6 +47,7 @@ class World:
         self.slots: dict[tuple[int, int], Slot] = {}  # by channel, and number in the channel
         self.channels = 0
         self.failed: BaseException | None = None
+        kernels.implementation(device)  # the check at the first use, once
         self._threads = ThreadPoolExecutor(world_size, "rank", initializer=self._begin_thread)
 
     def _begin_thread(self) -> None:
@@ -60,7 +61,6 @@ class World:
 
     def run(self, work: Callable[[int], _Result]) -> list[_Result]:
         """Call work(rank) in all threads at once, and return what each returned. The first error ends all ranks."""
-        kernels.implementation(self.device)  # the check at the first use, once
         futures = [self._threads.submit(self._run_rank, work, rank) for rank in range(self.world_size)]
         for future in futures:
             future.exception()  # waits: no thread goes on behind an error

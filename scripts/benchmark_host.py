@@ -10,7 +10,8 @@ Medians are over rounds, on rank 0. The baseline is an all-reduce per bucket, cl
 
 --modules counts calls by sys.setprofile: modules of which a step enters any function, its generators included.
 --syncs counts, on CPU tensors, what waits for a GPU: item() and what calls it (float, bool, is_nonzero), equal,
-tolist, numpy and cpu; and tensors that are made from Python numbers, which copy to the device.
+tolist, numpy and cpu; tensors that are made from Python numbers, which copy to the device; and copies between host
+memory and the device: the package makes tensors in host memory with device="cpu", and all others are on the device.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,10 +36,12 @@ import torch.distributed as dist
 from _common import check_least, medians, on_ranks, parser_of, print_table, write_measurements
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_compressopt
 from hf_compressopt import GradientCompression, ZeroOptimizer, average_gradients, compress_hook
+from hf_compressopt.collectives.communicator import Communicator
 
 WORLD_SIZE = 2
 FREEZE = 3  # steps before the compressed stage
@@ -65,13 +70,31 @@ class Vectors(nn.Module):
         return torch.stack([a @ b for a, b in zip(self.values, self.gradients, strict=True)]).sum()
 
 
-class Training:
+@dataclass
+class Given:
+    """Parameters whose gradients are there, and who averages them; None are the ranks of torch.distributed."""
+
+    params: list[nn.Parameter]
+    bucket_mb: float
+    communicator: Communicator | None = None
+
+    def update(self) -> Step:
+        """Return torch's clipping and fused AdamW."""
+        optimizer = torch.optim.AdamW(self.params, lr=1e-3, fused=True)
+
+        def clip_and_step() -> None:
+            nn.utils.clip_grad_norm_(self.params, 1.0)
+            optimizer.step()
+
+        return clip_and_step
+
+
+class Training(Given):
     """A variant: a model, and what follows its backward; it has done what only first steps do."""
 
     def __init__(self, name: str, buckets: int, numel: int) -> None:
         self.model: nn.Module = Vectors(buckets, numel)
-        self.params = list(self.model.parameters())
-        self.bucket_mb = 4 * numel / 2**20
+        super().__init__(list(self.model.parameters()), 4 * numel / 2**20)
         self._after = METHODS[name](self)
         for _ in range(SETTLING):
             self.prepare()
@@ -87,16 +110,6 @@ class Training:
         for param in self.params:
             param.grad = None
 
-    def update(self) -> Step:
-        """Return torch's clipping and fused AdamW."""
-        optimizer = torch.optim.AdamW(self.params, lr=1e-3, fused=True)
-
-        def clip_and_step() -> None:
-            nn.utils.clip_grad_norm_(self.params, 1.0)
-            optimizer.step()
-
-        return clip_and_step
-
 
 def all_reduced(training: Training) -> Step:
     """Average each bucket by itself, as a plain loop does."""
@@ -111,9 +124,10 @@ def all_reduced(training: Training) -> Step:
     return step
 
 
-def compressed(name: str, training: Training, **options: Any) -> Step:
+def compressed(name: str, training: Given, **options: Any) -> Step:
     """A compressed optimizer, soon in its compressed stage, which sends in every step."""
-    optimizer = getattr(hf_compressopt, name)(training.params, lr=1e-4, bucket_cap_mb=training.bucket_mb, **options)
+    options |= {"bucket_cap_mb": training.bucket_mb, "communicator": training.communicator}
+    optimizer = getattr(hf_compressopt, name)(training.params, lr=1e-4, **options)
     return clipped(optimizer, partial(average_gradients, optimizer))
 
 
@@ -128,9 +142,10 @@ def clipped(optimizer: Any, average: Step = lambda: None) -> Step:
     return step
 
 
-def int4(training: Training) -> Step:
+def int4(training: Given) -> Step:
     """Average gradients in 4 bits in a plain loop."""
-    state = GradientCompression(training.params, "int4", bucket_cap_mb=training.bucket_mb)
+    options: dict[str, Any] = {"bucket_cap_mb": training.bucket_mb, "communicator": training.communicator}
+    state = GradientCompression(training.params, "int4", **options)
     update = training.update()
 
     def step() -> None:
@@ -150,9 +165,10 @@ def ddp(training: Training, compression: str | None) -> Step:
     return update
 
 
-def zero(training: Training) -> Step:
+def zero(training: Given) -> Step:
     """Partition gradients and state among the ranks."""
     options: dict[str, Any] = {"stage": 2, "bucket_cap_mb": training.bucket_mb, "lr": 1e-3, "fused": True}
+    options |= {"communicator": training.communicator}
     return clipped(ZeroOptimizer(training.params, torch.optim.AdamW, **options))
 
 
@@ -200,14 +216,15 @@ def called_modules(step: Step) -> list[str]:
 
 
 class WaitingCalls(TorchDispatchMode):
-    """Counts operators that wait for a device."""
+    """Counts operators that wait for a device, but for those on tensors in host memory."""
 
-    def __init__(self, counts: Counter[str]) -> None:
+    def __init__(self, counts: Counter[str], in_host_memory: Callable[[Any], bool] = lambda tensor: False) -> None:
         super().__init__()
-        self.counts = counts
+        self.counts, self.in_host_memory = counts, in_host_memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := func.name().split(".")[0]) in _WAITING:
+        name = func.name().split(".")[0]
+        if name in _WAITING and not self.in_host_memory(args[0]):
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -221,6 +238,7 @@ def copying_calls(counts: Counter[str]) -> Iterator[None]:
             counts[name] += 1
             return call(*args, **kwargs)
 
+        count_and_call.uncounted = call  # type: ignore[attr-defined]
         return count_and_call
 
     with ExitStack() as stack:
@@ -229,12 +247,64 @@ def copying_calls(counts: Counter[str]) -> Iterator[None]:
         yield
 
 
-def host_syncs(step: Step) -> dict[str, int]:
+class HostCopies(TorchFunctionMode):
+    """Counts copies between host memory and the device, which wait for one another, where both are the CPU's.
+
+    Tensors are in host memory if they are made with device="cpu" inside, or from others that are.
+    """
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self.counts = counts
+        self._kept: dict[int, Tensor] = {}  # by the address of the memory, which nobody else can get
+
+    def in_host_memory(self, value: object) -> bool:
+        return isinstance(value, Tensor) and value.untyped_storage().data_ptr() in self._kept
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        first, second = (*args, None, None)[:2]
+        if hasattr(func, "uncounted"):  # copying_calls() has counted it
+            func, name = func.uncounted, func.uncounted.__name__
+            self.counts[name] -= self.in_host_memory(first)  # which waits for nothing
+        if name == "copy_" and self.in_host_memory(first) != self.in_host_memory(second):
+            self.counts["copy_"] += 1
+        if name == "to" and self.in_host_memory(first) and second != "cpu" and not isinstance(second, torch.dtype):
+            if not kwargs.get("non_blocking"):
+                self.counts["to"] += 1
+            return func(*args, **kwargs).clone()  # on the device from now on
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            tensors = [value for value in args if isinstance(value, Tensor)]
+            made_here = kwargs.get("device") == "cpu" and isinstance(kwargs["device"], str)
+            if made_here or (tensors and all(map(self.in_host_memory, tensors))):
+                self._kept[result.untyped_storage().data_ptr()] = result
+        return result
+
+
+@contextmanager
+def counted_waits(device: torch.device, counts: Counter[str]) -> Iterator[None]:
+    """Count what waits for the device inside: on a GPU by torch's warnings, on a CPU what would wait for a GPU."""
+    if device.type == "cpu":
+        with WaitingCalls(counts), copying_calls(counts):
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    counts["warnings"] += sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def host_syncs(step: Step, counts: Counter[str]) -> dict[str, int]:
     """Number of each kind of call in a step that waits for a device, or copies to it."""
-    counts: Counter[str] = Counter()
-    with WaitingCalls(counts), copying_calls(counts):
+    with counted_waits(torch.device("cpu"), counts):
         step()
-    return dict(sorted(counts.items()))
+    return dict(sorted((+counts).items()))
 
 
 def measure_rank(rank: int, _: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -242,11 +312,14 @@ def measure_rank(rank: int, _: Path, arguments: argparse.Namespace) -> dict[str,
     if not (arguments.modules or arguments.syncs):
         trainings = {name: Training(name, arguments.buckets, arguments.numel) for name in METHODS}
         return host_times(trainings, arguments)
-    count, found = called_modules if arguments.modules else host_syncs, {}
+    found: dict[str, Any] = {}
     for name in METHODS:
-        training = Training(name, arguments.buckets, arguments.numel)
-        training.prepare()
-        found[name] = count(training.step)
+        copies = HostCopies(counts := Counter())
+        with copies:
+            training = Training(name, arguments.buckets, arguments.numel)
+            training.prepare()
+            counts.clear()  # what only first steps do
+            found[name] = called_modules(training.step) if arguments.modules else host_syncs(training.step, counts)
     return found
 
 

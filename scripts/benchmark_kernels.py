@@ -216,9 +216,10 @@ def place(device: torch.device) -> str:
     return f"{where}, {kernels.implementation(device)}"
 
 
-def benchmark_kernels(
-    title: str, numel: int, measured: list[Case], *, rounds: int, slow: int, device: torch.device
-) -> None:
+def measure_kernels(
+    numel: int, measured: list[Case], *, rounds: int, slow: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """A row for each kernel and each plain pass; slow: rounds of the reference, on a CPU."""
     everything = plain_passes(numel, device) + measured
     with kernels_from("native"):
         seconds = timed({case.name: case.call for case in everything}, rounds, device)
@@ -227,12 +228,23 @@ def benchmark_kernels(
         with kernels_from("reference"):
             others = timed({case.name: case.call for case in measured}, slow, device)
     rates = {case.name: case.nbytes * numel / seconds[case.name] for case in everything}
-    rows = [["kernel", "ms", "GB/s", "of a = b", "roofline", "of roofline", "reference / native"]]
+    rows = []
     for case in everything:
         name, rate = case.name, rates[case.name]
-        slower = f"{others[name] / seconds[name]:.1f}" if name in others else ""
-        shares = f"{rate / rates['a = b']:.2f}", case.like, f"{rate / rates[case.like]:.2f}"
-        rows.append([name, f"{seconds[name] * 1e3:.3f}", f"{rate / 1e9:.1f}", *shares, slower])
+        row = {"kernel": name, "ms": seconds[name] * 1e3, "gb_per_s": rate / 1e9, "of_copy": rate / rates["a = b"]}
+        row |= {"roofline": case.like, "of_roofline": rate / rates[case.like]}
+        rows.append(row | ({"slower": others[name] / seconds[name]} if name in others else {}))
+    return rows
+
+
+def benchmark_kernels(
+    title: str, numel: int, measured: list[Case], *, rounds: int, slow: int, device: torch.device
+) -> None:
+    rows = [["kernel", "ms", "GB/s", "of a = b", "roofline", "of roofline", "reference / native"]]
+    for row in measure_kernels(numel, measured, rounds=rounds, slow=slow, device=device):
+        rates = f"{row['ms']:.3f}", f"{row['gb_per_s']:.1f}", f"{row['of_copy']:.2f}"
+        slower = f"{row['slower']:.1f}" if "slower" in row else ""
+        rows.append([row["kernel"], *rates, row["roofline"], f"{row['of_roofline']:.2f}", slower])
     print_table(f"{numel:,} elements, {title}, {place(device)}", rows)
 
 
@@ -253,11 +265,11 @@ def report(title: str, kind: str, seconds: dict[str, float]) -> None:
     print_table(title, rows)
 
 
-def gpt2_small() -> list[int]:
-    """Elements of the 148 tensors of GPT-2's 124M parameters."""
-    width = 768
+def gpt2(width: int = 768, layers: int = 12, vocabulary: int = 50257) -> list[int]:
+    """Elements of the tensors of a GPT-2, by default of the 148 of GPT-2's 124M parameters."""
     block = [width, width, 3 * width**2, 3 * width, width**2, width, width, width]
-    return [50257 * width, 1024 * width, *[*block, 4 * width**2, 4 * width, 4 * width**2, width] * 12, width, width]
+    block += [4 * width**2, 4 * width, 4 * width**2, width]
+    return [vocabulary * width, 1024 * width, *block * layers, width, width]
 
 
 def benchmark_adam(title: str, numels: Sequence[int], rounds: int, device: torch.device) -> None:
@@ -373,7 +385,7 @@ def main() -> None:
             benchmark_adam("one tensor of 25000000 elements", [25_000_000], args.rounds, device)
             benchmark_adam("150 tensors of 1000 elements", [1000] * 150, 20 * args.rounds, device)
             if device != CPU:
-                benchmark_adam("GPT-2's 148 tensors, 124M elements", gpt2_small(), args.rounds, device)
+                benchmark_adam("GPT-2's 148 tensors, 124M elements", gpt2(), args.rounds, device)
             benchmark_whole_step([250_000] * 100, args.rounds, device)
     if "step" in args.only:
         on_ranks(compare_steps, args.ranks, [args.numel[0] // 100] * 100, args.rounds)

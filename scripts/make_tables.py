@@ -1,9 +1,12 @@
 """Write every measured table of README.md and docs/, and the pictures in docs/images, from scripts/results.
 
+What pages say of GPUs follows from scripts/results/gpu, where proof.jsonl and convergence.jsonl of `make gpu-proof` go.
+
     python scripts/make_tables.py            # tables and pictures
     python scripts/make_tables.py --check    # exit code 1 if a table differs
 
-A table stands between `<!-- table NAME -->` and `<!-- end of table -->`. No number of it is typed by hand.
+A table stands between `<!-- table NAME -->` and `<!-- end of table -->`, a text between `<!-- text NAME -->` and
+`<!-- end of text -->`. No number of them is typed by hand.
 """
 
 from __future__ import annotations
@@ -278,10 +281,96 @@ TABLES: dict[str, Callable[[], Table]] = {
 }
 
 
+# GPUs ----------------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(name: str) -> list[dict[str, Any]]:
+    """The lines of a file of `make gpu-proof`; none if no GPU could be had."""
+    file = RESULTS / "gpu" / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def gpu_name() -> str:
+    """The GPU of the results, or ""."""
+    facts = [line["environment"] for line in on_gpu("proof") if line.get("what") == "environment"]
+    return str(facts[0]["gpu"]["devices"][0]) if facts else ""
+
+
+def status() -> str:
+    """What the README says of GPUs."""
+    lines = [line for line in on_gpu("proof") if line["ok"] is not None]
+    if not lines:
+        return "Tested on CPUs; nothing has run on a\nGPU yet (the CUDA kernels are tested in an emulation)."
+    well = sum(line["ok"] for line in lines)
+    return f"Tested on CPUs, and on one\nGPU ({gpu_name()}): {well} of {len(lines)} checks passed there."
+
+
+def note_of_benchmarks() -> str:
+    if not on_gpu("proof"):
+        return "**Nothing here has run on a GPU.** `make gpu-proof` runs everything there in ten minutes."
+    return "Only [these tables](#on-a-gpu) are of a GPU."
+
+
+def gpu_benchmarks() -> str:
+    """Kernels against the memory's speed, and steps."""
+    kernels = [
+        line for line in on_gpu("proof") if line.get("what") == "kernel" and line["parameters"] == "torch.bfloat16"
+    ]
+    steps = [line for line in on_gpu("proof") if line.get("what") == "step" and "gpu_ms" in line]
+    if not steps:
+        what = "kernels against the memory's speed, and steps of 124 and 355 million"
+        return f"**Not run.** `make gpu-proof` measures {what}\nparameters.\n"
+    speeds = [["kernel", "ms", "GB/s", "of the roofline"]]
+    for line in kernels:
+        rate = f"{line['gb_per_s']:.0f}"
+        speeds.append([line["kernel"], f"{line['ms']:.3f}", rate, f"{line['of_roofline']:.2f}"])
+    times = [
+        ["step", "model", "ranks", "MiB of a bucket", "GPU, ms", "host, ms", "waits", "launched", "bytes per parameter"]
+    ]
+    for line in steps:
+        numbers = f"{line['gpu_ms']:.2f}", f"{line['host_ms']:.2f}", f"{line['waits']:.0f}", f"{line['launched']:.0f}"
+        place = line["model"], str(line["ranks"]), f"{line['bucket_mb']:.0f}"
+        times.append([line["step"], *place, *numbers, f"{line['bytes_per_parameter']:.1f}"])
+    head = f"{gpu_name()}. Kernels on {kernels[0]['numel']:,} elements, with gradients and parameters in bfloat16:"
+    then = "Steps by gradients that are there already: times, waits and launches of a rank, whose messages are copies."
+    return f"{head}\n\n{markdown(speeds)}\n{then}\n\n{markdown(times)}"
+
+
+def gpu_losses() -> str:
+    """Losses of runs on a GPU against AdamW's at the same seeds, which ran on one rank with the same batch."""
+    found = on_gpu("convergence")
+    if not found:
+        what = "models of 10 million parameters on one GPU, with 8 ranks in one process"
+        return f"**Not run.** `make gpu-proof` trains {what}.\n"
+    lines = [["model", "ranks", "steps", "method", "seeds", "loss", "against AdamW", "fewer bytes"]]
+    for key in dict.fromkeys((row["model"], row["world_size"], row["steps"], row["name"]) for row in found):
+        model, ranks, steps, name = key
+        mine = [row for row in found if (row["model"], row["world_size"], row["steps"], row["name"]) == key]
+        other = [{**row, "world_size": ranks} for row in found if row["name"] == "AdamW" and row["model"] == model]
+        alike = [*mine, *(row for row in other if row["steps"] == steps and row not in mine)]
+        loss = statistics.fmean(row["eval_loss"] for row in mine)
+        cells = ["", ""]
+        if name != "AdamW":
+            cells = [percent(against(name, "AdamW", ranks, alike)), f"{fewer(name, ranks, alike):.1f}x"]
+        lines.append([model, str(ranks), f"{steps:,}", name, str(len(mine)), f"{loss:.4f}", *cells])
+    batch = f"{found[0]['tokens_per_step']:,} tokens per step"
+    return f"{found[0]['device']}, {batch}, none of them twice, bfloat16 autocast:\n\n{markdown(lines)}"
+
+
+TEXTS: dict[str, Callable[[], str]] = {
+    "gpu status": status,
+    "gpu note": note_of_benchmarks,
+    "gpu benchmarks": gpu_benchmarks,
+    "gpu losses": gpu_losses,
+}
+
+
 def rendered(text: str) -> str:
-    """A page with its tables anew."""
+    """A page with its tables and texts anew."""
     place = re.compile(r"(<!-- table ([^>]*) -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
-    return place.sub(lambda found: found[1] + markdown(TABLES[found[2]]()), text)
+    text = place.sub(lambda found: found[1] + markdown(TABLES[found[2]]()), text)
+    place = re.compile(r"(<!-- text ([^>]*) -->\n?).*?(?=<!-- end of text -->)", re.DOTALL)
+    return place.sub(lambda found: found[1] + TEXTS[found[2]](), text)
 
 
 def pages() -> list[Path]:

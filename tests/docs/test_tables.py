@@ -4,7 +4,9 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,41 @@ def test_the_tables_are_those_of_the_results() -> None:
     assert [str(page) for page, text in pages.items() if made.rendered(text) != text] == []
     used = re.findall(r"<!-- table ([^>]*) -->", "".join(pages.values()))
     assert sorted(used) == sorted(made.TABLES)
+    assert sorted(re.findall(r"<!-- text ([^>]*) -->", "".join(pages.values()))) == sorted(made.TEXTS)
+
+
+def test_pages_follow_from_the_results_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made, "RESULTS", tmp_path)
+    assert "nothing has run on a" in made.status() and "Not run" in made.gpu_benchmarks()
+    step = {
+        "model": "124M",
+        "ranks": 8,
+        "bucket_mb": 25.0,
+        "gpu_ms": 1.5,
+        "host_ms": 8.25,
+        "waits": 1.0,
+        "launched": 310.0,
+    }
+    lines: list[dict[str, Any]] = [
+        {"what": "environment", "environment": {"gpu": {"devices": ["NVIDIA H100"]}}},
+        {"what": "kernel", "parameters": "torch.bfloat16", "kernel": "compress", "numel": 100, "ms": 0.5}
+        | {"gb_per_s": 2500.0, "of_roofline": 0.9},
+        {"what": "step", "step": "OnebitAdam", "bytes_per_parameter": 10.5, **step},
+        {"what": "path", "ok": False},
+        {"what": "ncu", "ok": None},
+    ]
+    row = {"model": "10M", "steps": 1000, "tokens_per_step": 16384, "parameters": 10**7, "device": "NVIDIA H100"}
+    losses = [
+        {**row, "name": "AdamW", "world_size": 1, "seed": 0, "eval_loss": 3.0, "bytes": 0},
+        {**row, "name": "OnebitAdam", "world_size": 8, "seed": 0, "eval_loss": 3.03, "bytes": 7 * 10**9},
+    ]
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "proof.jsonl").write_text("\n".join(json.dumps({"ok": True, **line}) for line in lines))
+    (tmp_path / "gpu" / "convergence.jsonl").write_text("\n".join(map(json.dumps, losses)))
+    assert "GPU (NVIDIA H100): 3 of 4 checks passed there." in made.status()
+    assert "| OnebitAdam | 124M | 8 | 25 | 1.50 | 8.25 | 1 | 310 | 10.5 |" in made.gpu_benchmarks()
+    assert "| compress | 0.500 | 2500 | 0.90 |" in made.gpu_benchmarks()
+    assert "| 10M | 8 | 1,000 | OnebitAdam | 1 | 3.0300 | +1.00 % | 10.0x |" in made.gpu_losses()
 
 
 def test_the_results_say_how_they_were_made() -> None:
@@ -160,7 +197,10 @@ SETTINGS = (
 
 def test_every_number_of_the_readme_is_found_in_the_results() -> None:
     text = re.sub(
-        r"```.*?```|\]\([^)]*\)|<!-- table .*?<!-- end of table -->", " ", README.read_text(), flags=re.DOTALL
+        r"```.*?```|\]\([^)]*\)|<!-- table .*?<!-- end of table -->|<!-- text .*?<!-- end of text -->",
+        " ",
+        README.read_text(),
+        flags=re.DOTALL,
     )
     text = " ".join(re.sub(r"[*`]", "", text).split())
     for page, words in sentences():

@@ -5,7 +5,6 @@ import torch
 
 from hf_compressopt import selftest
 from tests.support.device_suite import DeviceSuite
-from tests.support.device_suite import group as group
 
 
 @pytest.fixture

@@ -1,22 +1,28 @@
-"""Training on one device, by one process: a test file inherits the suite, and gives a fixture `device`."""
+"""Training on one device, by one process or two: a test file inherits the suite, and gives a fixture `device`."""
 
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import hf_compressopt
+from tests.support.launching import REPO_ROOT
 from tests.support.trainer_runs import small_model, tokens, trainer_arguments
+
+sys.path.append(str(REPO_ROOT / "scripts"))
+
+from _paths import run_paths  # noqa: E402
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     *((name, {"freeze_step": 3}) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")),
     ("FusedAdam", {}),
     ("Lamb", {}),
 ]
+#: Of the paths of scripts/_paths.py, those that `make test` and `make test-gpu` run; part C of gpu_proof.py runs all.
+PATHS_BETWEEN_RANKS = ["OnebitAdam", "int4 hook", "FSDP2, int4 both ways"]
 
 
 def net(device: torch.device) -> nn.Module:
@@ -26,15 +32,6 @@ def net(device: torch.device) -> nn.Module:
 
 def batch(device: torch.device, step: int) -> torch.Tensor:
     return torch.randn(16, 33, generator=torch.Generator().manual_seed(step)).to(device)
-
-
-@pytest.fixture
-def group(device: torch.device, tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone: NCCL on a GPU, gloo on a CPU."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def train(
@@ -91,38 +88,12 @@ class DeviceSuite:
             losses.append(train(forward, optimizer, device, 6))
         assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
-    @pytest.mark.usefixtures("group")
-    def test_backward_waits_for_nothing(self, device: torch.device) -> None:
-        model = nn.parallel.DistributedDataParallel(net(device))
-        optimizer = hf_compressopt.OnebitAdam(model.parameters(), lr=1e-3, freeze_step=2)
-        hf_compressopt.attach_ddp(model, optimizer)
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = model(batch(device, step)).square().mean()
-            if device.type == "cuda" and step > 2:
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                loss.backward()
-            finally:
-                if device.type == "cuda":
-                    torch.cuda.set_sync_debug_mode("default")
-            optimizer.step()
-        assert all(p.isfinite().all() for p in model.parameters())
-
-    @pytest.mark.usefixtures("group")
-    @pytest.mark.parametrize("compression", ["int4", "int8"])
-    def test_fsdp2_with_compressed_gradients(self, device: torch.device, compression: str) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("replicate", "shard"))
-        model = net(device)
-        fully_shard(model[0], mesh=mesh["shard"])
-        fully_shard(model, mesh=mesh["shard"])
-        hf_compressopt.compress_fsdp(model, mesh, compression)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses = train(model, optimizer, device, 6, same=True)
-        assert losses[-1] < losses[0]
+    def test_paths_between_two_ranks(self, device: torch.device) -> None:
+        """Two processes share the device; messages travel, and backward waits for nothing."""
+        rows: list[dict[str, Any]] = []
+        run_paths(2, device, rows.append, PATHS_BETWEEN_RANKS)
+        assert [row for row in rows if not row["ok"]] == []
+        assert [row["path"] for row in rows] == PATHS_BETWEEN_RANKS
 
     @pytest.mark.parametrize("optim", ["onebit_adam", "fused_adam"])
     def test_trainer_in_bf16(self, device: torch.device, optim: str, tmp_path: Path) -> None:
@@ -130,9 +101,11 @@ class DeviceSuite:
 
         hf_compressopt.register()
         own = {"optim": optim, **({"optim_args": "freeze_step=3"} if optim == "onebit_adam" else {})}
-        own |= {"bf16": True, "use_cpu": device.type == "cpu", "per_device_train_batch_size": 4}
+        own |= {"bf16": True, "use_cpu": device.type == "cpu", "per_device_train_batch_size": 4, "learning_rate": 1e-2}
         arguments = trainer_arguments(output_dir=str(tmp_path), max_steps=6, **own)
-        trainer = Trainer(model=small_model(), args=arguments, train_dataset=tokens())
+        trainer = Trainer(
+            model=small_model(dropout=0.0), args=arguments, train_dataset=tokens(4)
+        )  # the same in each step
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         assert len(losses) == 6 and losses[-1] < losses[0]
