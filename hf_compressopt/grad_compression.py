@@ -44,7 +44,6 @@ class MessageOptions(TopologyOptions):
 
     Attributes:
         bucket_cap_mb: See :class:`GradientCompression`; None is the model's DDP's, and 25 without DDP.
-        param_compression: See :func:`~hf_compressopt.compress_fsdp`; for models without replicas only.
         state: See :class:`GradientCompression`.
 
     Raises:
@@ -53,7 +52,6 @@ class MessageOptions(TopologyOptions):
     """
 
     bucket_cap_mb: float | None = None
-    param_compression: str = "none"
     state: str = "compact"
 
     def __post_init__(self) -> None:
@@ -315,11 +313,11 @@ class GradientCompression:
         self.traffic.end_step()
 
 
-def bits_of(option: str, value: str, *others: str) -> int:
-    """Return the bits that a value of an option stands for; 0 for ``others``, which are legal beside the formats."""
-    if value not in (*FORMATS, *others):
-        raise ValueError(f"{option} must be one of {[*FORMATS, *others]}, got {value!r}")
-    return FORMATS.get(value, 0)
+def bits_of(option: str, value: str) -> int:
+    """Return the bits that a value of an option stands for."""
+    if value not in FORMATS:
+        raise ValueError(f"{option} must be one of {[*FORMATS]}, got {value!r}")
+    return FORMATS[value]
 
 
 def check_state(state: str) -> None:

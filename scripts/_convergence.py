@@ -88,7 +88,6 @@ class Run:
     rival_options: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)  # of a ZeroOptimizer around AdamW; empty is none
     replicas: int = 0  # that FSDP2 shards; 0 is no FSDP2
-    parameters: str = "none"  # messages of the parameters that FSDP2 gathers: "int4", "int8"
     model: Model = SMALL
     text: str = "reference"  # a key of TOKENIZED_AS or CLASSIFIED
     pretrained: bool = False  # on the library's source
@@ -146,11 +145,9 @@ def rates(rates_of: dict[str, Sequence[float]], title: str = "{}, lr {:g}", **ke
 
 
 def sharded(title: str, replicas: int) -> list[Run]:
-    """FSDP2 alone, with gradients in 4 bits, and without replicas with parameters in 4 bits too."""
+    """FSDP2 alone, and with gradients in 4 bits."""
     kept: dict[str, Any] = {"replicas": replicas, "model": LARGER}
-    runs = [Run(title, "AdamW", **kept), Run(f"{title}, int4 gradients", "AdamW", gradients="int4", **kept)]
-    both = Run(f"{title}, int4 both ways", "AdamW", gradients="int4", parameters="int4", **kept)
-    return [*runs, both] if replicas == 1 else runs
+    return [Run(title, "AdamW", **kept), Run(f"{title}, int4 gradients", "AdamW", gradients="int4", **kept)]
 
 
 def rival(title: str, name: str, steps: int | None = None, **options: Any) -> Run:
@@ -495,8 +492,7 @@ class Training:
         else:
             self.optimizer = (torch.optim.AdamW if run.optimizer == "AdamW" else hf_compressopt.Lamb)(groups, **options)
         if run.gradients and mesh is not None:
-            kept = {"param_compression": run.parameters}
-            self.sharded = hf_compressopt.compress_fsdp(model, mesh, run.gradients, **kept)
+            self.sharded = hf_compressopt.compress_fsdp(model, mesh, run.gradients)
         elif run.gradients:
             kept = {"state": "float32", **run.options}
             named = model.named_parameters()

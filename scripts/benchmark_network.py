@@ -108,7 +108,7 @@ METHODS = {
     "zero_one_adam": Method("`zero_one_adam`, local steps", "", "zero_one_adam", LAST_STAGE, period=LONGEST_INTERVAL),
     "onebit_lamb": Method("`onebit_lamb`, compressed stage", "", "onebit_lamb", FROZEN, lr=1e-2),
     "fsdp2": Method("FSDP2", loop="FSDP2"),
-    "fsdp2_int4": Method("FSDP2, int4 both ways", loop="FSDP2, int4"),
+    "fsdp2_gradients": Method("FSDP2, int4 gradients", loop="FSDP2, int4"),
     "hsdp_32": Method("FSDP2 in the nodes, 32 bits between them", loop="HSDP"),
     "hsdp_16": Method("FSDP2 in the nodes, 16 bits between them", loop="HSDP, bfloat16"),
     "hsdp_int4": Method("FSDP2 in the nodes, int4 between them", loop="HSDP, int4"),
@@ -217,7 +217,7 @@ def train_in_plain_loop(
         dtype = torch.bfloat16 if "bfloat16" in method.loop else None
         mesh = shard(model, nodes, reduce_dtype=dtype, resharded=nodes == 1)
         if "int4" in method.loop:
-            compress_fsdp(model, mesh, "int4", param_compression="int4" if nodes == 1 else "none")
+            compress_fsdp(model, mesh, "int4")
     if method.loop == "ZeRO":
         model = DistributedDataParallel(model)
         make = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW, fused=True)

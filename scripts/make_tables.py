@@ -191,7 +191,6 @@ def many_ranks() -> Table:
 FSDP2 = (
     ("FSDP2", "", "fsdp2", 1),
     ("FSDP2, int4 gradients", "FSDP2", "", 1),
-    ("FSDP2, int4 both ways", "FSDP2", "fsdp2_int4", 1),
     ("HSDP", "", "hsdp_32", 2),
     ("HSDP, int4 gradients", "HSDP", "hsdp_int4", 2),
     ("MuonAdamW, int4 gradients", "MuonAdamW", "", 1),

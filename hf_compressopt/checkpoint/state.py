@@ -159,15 +159,11 @@ class LowBitState(State):
         }
 
     def tensors(self, names: Names) -> list[StateTensor]:
-        self._gather_in_full()
         return self._described(names[0], self._errors)
 
     @abstractmethod
     def _described(self, names: Sequence[str], errors: Sequence[ErrorFeedback]) -> list[StateTensor]:
         """Describe worker and server errors."""
-
-    def _gather_in_full(self) -> None:
-        """Have the coming step gather whole parameters, since a checkpoint holds no replicas of them."""
 
     def _room(self, header: Header, entries: Entries) -> list[ErrorFeedback]:
         """The errors that a load fills, in the form of the checkpoint."""
@@ -189,7 +185,6 @@ class LowBitState(State):
                     room.server.zero_()
                 if room is not errors:
                     errors.copy_(room.worker, room.server)
-            self._gather_in_full()
             compression.steps, compression.skipped_steps = values["step"], values["skipped_steps"]
             compression.traffic.restore(values["bytes_sent"])
 
@@ -240,9 +235,6 @@ class FSDPState(LowBitState):
                 "save its state_dict() on each rank instead"
             )
         super().__init__(compression, ranks, params, [errors.kept for errors in self._units], together)
-
-    def _gather_in_full(self) -> None:
-        self._fsdp.gather_in_full()
 
     def _described(self, names: Sequence[str], errors: Sequence[ErrorFeedback]) -> list[StateTensor]:
         described: list[StateTensor] = []

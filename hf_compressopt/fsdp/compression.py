@@ -7,14 +7,7 @@ replicas get the same bits. The errors belong to this rank's shards.
 
 **No replicas** (a mesh of 1 dimension). (1) takes the place of FSDP2's reduce-scatter: every rank sends the gradients
 of all shards, so that its worker errors are as many as the model has parameters. The owner of a shard averages in
-float32, in rank order: g <- mean_r Q(u_r). With ``param_compression`` the parameters travel as differences (SDP4Bit,
-arXiv 2410.15526). All ranks have alike replicas of all parameters p, with which they compute:
-
-    message <- Q(p - replica) of the owner;  replica <- replica + Q(p - replica) on all ranks   (3)
-
-What a message misses is still there in the next difference. The first forward pass after a backward pass brings the
-replicas nearer; every other gather takes them as they are, so that nothing travels for backward, accumulation and
-evaluation. Parameters that change otherwise are gathered in full precision.
+float32, in rank order: g <- mean_r Q(u_r). FSDP2 itself gathers the parameters, in full precision.
 
 The errors change at the end of a backward pass, if all gradients of all shards are finite; otherwise they are as before
 the pass.
@@ -33,14 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.collectives.exchange import (
     BucketErrors,
     Task,
-    gather_messages,
     in_runs,
-    own_message,
     reduce_scatter,
     run_tasks,
 )
@@ -175,90 +165,16 @@ class Allocator:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class AllGather(Allocator):
-    """The replicas of a unit's parameters, and the all-gather that FSDP2 calls: see torch's AllGather."""
-
-    def __init__(self, unit: Unit, bucket_numel: int, ranks: TorchCommunicator, bits: int) -> None:
-        self.unit, self._ranks, self._form = unit, ranks, IntegerFormat(bits)
-        self.behind = False  # parameters have trained since the last gather: a backward pass is over
-        self._bucket_numel = bucket_numel
-        self._replicas = torch.empty(0)  # [ranks * n] after the first gather
-        self._seen: Tensor | None = None  # the sum of the bits of the own parameters then; None to gather all of them
-        self._stream: torch.Stream | None = None
-
-    def reset(self) -> None:
-        """Have the next forward pass gather the parameters in full precision. All ranks call."""
-        self._seen, self._replicas = None, torch.empty(0)
-
-    def state(self) -> dict[str, Any] | None:
-        """Return the replicas, and what a load needs beside them; None before the first gather."""
-        if self._seen is None:
-            return None
-        return {"replicas": self._replicas.clone(), "seen": self._seen.clone(), "behind": self.behind}
-
-    def load(self, state: dict[str, Any] | None) -> None:
-        """Take over what :meth:`state` has returned on the same rank."""
-        self.reset()
-        if state is not None:
-            device = self.unit.device
-            self._replicas, self._seen = state["replicas"].to(device, copy=True), state["seen"].to(device, copy=True)
-            self.behind = state["behind"]
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        """Give all ranks the parameters that all compute with, [ranks * n]; streams order what follows."""
-        if input_tensor.device.type != "cpu":
-            stream = torch.accelerator.current_stream()
-            if self._stream is not None and self._stream != stream:
-                stream.wait_stream(self._stream)
-            self._stream = stream
-        seen, in_backward = self._seen, torch._C._current_graph_task_id() != -1
-        if seen is None or (not in_backward and not self.behind and self._changed(input_tensor, seen)):
-            self._seen, self.behind = bit_sum(input_tensor), False
-            self._ranks.all_gather(output_tensor, input_tensor).wait()
-            with torch.inference_mode(False):  # later steps change the replicas in place
-                self._replicas = output_tensor.clone()
-            return
-        if self.behind and not in_backward:
-            self._seen, self.behind = bit_sum(input_tensor), False
-            self._follow(input_tensor)
-        output_tensor.copy_(self._replicas)
-
-    def _changed(self, params: Tensor, seen: Tensor) -> bool:
-        """Return whether any rank's parameters have changed since the last gather. All ranks call."""
-        flag = bit_sum(params).ne(seen).to(torch.float32).view(1)
-        self._ranks.all_reduce(flag, op="max").wait()
-        return bool(flag)
-
-    def _follow(self, params: Tensor) -> None:
-        """Bring the replicas nearer to the parameters, as (3) says."""
-        count, replicas = self._ranks.world_size, self._replicas
-        own = replicas.view(count, -1)[self._ranks.rank]
-
-        def follow(bucket: Bucket) -> Task[None]:
-            begin, columns = bucket.start // count, bucket.numel // count
-            stop, ahead = min(begin + columns, own.numel()), params.new_zeros(columns, dtype=torch.float32)
-            ahead[: stop - begin] = params[begin:stop]
-            ahead[: stop - begin] -= own[begin:stop]
-            together, message = own_message(bucket.numel, self._form, self._ranks, params.device)
-            kernels.on(message).compress_(self._form, Combination(columns, params.device), ahead, message, 1)
-            average = yield from gather_messages(bucket.numel, together, self._form, self._ranks)
-            kernels.on(message).add_(average, columns_of(replicas, bucket, count), decay=1.0)
-
-        run_tasks(map(follow, rows_layout(own.numel(), self._bucket_numel, count).buckets))
-
-
 class FSDPCompression:
     """Low-bit gradients of a model that FSDP2 shards; :func:`compress_fsdp` makes it.
 
     Attributes:
         model: The model.
         bits: Bits per element of a message of gradients.
-        param_bits: Bits per element of a message of parameters; 0 if FSDP2 gathers them itself.
         replicated: Whether the messages travel between replicas, not between the ranks that share the model.
         communicator: The ranks that exchange messages: those of this rank's place in all replicas, or all.
         replica: The ranks that share this rank's replica.
         units: The errors of each unit that has trainable parameters.
-        gathers: The parameters of all units, if their messages have few bits.
         traffic: Bytes of the messages. FSDP2's own bytes are not counted.
         steps: Passes whose gradients were exchanged.
     """
@@ -268,13 +184,12 @@ class FSDPCompression:
         model: nn.Module,
         mesh: DeviceMesh,
         bits: int,
-        param_bits: int,
         bucket_numel: int,
         loss_scale: Callable[[], float] | None,
         compact: bool,
     ) -> None:
         """Allocate the errors, in 8 bits if they are ``compact``, and hook into FSDP2: see :func:`compress_fsdp`."""
-        self.bits, self.param_bits, self.traffic, self._bucket_numel = bits, param_bits, Traffic(), bucket_numel
+        self.bits, self.traffic, self._bucket_numel = bits, Traffic(), bucket_numel
         self.model, units = model, units_of(model, mesh)
         device, self.replicated = units[0].device if units else torch.device("cpu"), mesh.ndim == 2
         self.communicator = self.replica = TorchCommunicator(mesh.get_group(0), device=device, traffic=self.traffic)
@@ -283,23 +198,19 @@ class FSDPCompression:
         form = {"compact": compact, "replicated": self.replicated}
         trained = [unit for unit in units if unit.names]
         self.units = [UnitErrors(unit, bucket_numel, self.communicator, bits, **form) for unit in trained]
-        gathered = [unit for unit in units if param_bits and unit.can_gather()]
-        self.gathers = [AllGather(unit, bucket_numel, self.communicator, param_bits) for unit in gathered]
         self.steps = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._loss_scale, self._scale = loss_scale, 1.0  # the latter in the pass under way
         self._checked, self._pass = False, -1
         self._faults: list[Tensor] = []
         self._stream: torch.Stream | None = None
-        if not self.replicated:  # before the first gather
+        if not self.replicated:
             self._check_ranks()
         for errors in self.units:
             if self.replicated:
                 errors.unit.set_hook(partial(self._average, errors))
             else:
                 errors.unit.set_reduce_scatter(ReduceScatter(partial(self._scatter, errors)))
-        for gather in self.gathers:
-            gather.unit.set_all_gather(gather, gather.reset)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -321,13 +232,11 @@ class FSDPCompression:
         Returns:
             ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent``, of the messages; ``compression_ratio`` (bytes
             that FSDP2 would send in the dtype of its gradients, for an all-reduce of the shards or a reduce-scatter of
-            the model, and for one all-gather of its parameters if they are compressed, over bytes sent, of the last
-            pass); ``bytes_uncompressed`` and ``bytes_on_link``, both sums for all passes of this process;
-            ``seconds_communication`` (host seconds blocked so far).
+            the model, over bytes sent, of the last pass); ``bytes_uncompressed`` and ``bytes_on_link``, both sums
+            for all passes of this process; ``seconds_communication`` (host seconds blocked so far).
         """
-        ranks, gathered = self.communicator.world_size, sum(gather.unit.gathered_nbytes for gather in self.gathers)
-        reduced = sum(errors.unit.reduced_nbytes for errors in self.units)
-        full = (ranks - 1) * (reduced * (2 / ranks if self.replicated else 1) + gathered)
+        ranks, reduced = self.communicator.world_size, sum(errors.unit.reduced_nbytes for errors in self.units)
+        full = (ranks - 1) * reduced * (2 / ranks if self.replicated else 1)
         numbers = self.traffic.metrics(full, self.traffic.step_bytes, node_size=1)
         numbers.pop("bytes_sent_in_node", None)  # inside a replica FSDP2 sends, and does not tell
         return {"skipped_steps": float(self.skipped_steps), **numbers}
@@ -338,22 +247,11 @@ class FSDPCompression:
         if replicas == 1:
             return f"FSDPCompression: nothing is compressed, since there is one replica of {ranks} rank(s)"
         between = f"{replicas} replica(s) of {ranks} rank(s)" if self.replicated else f"{ranks} rank(s)"
-        params = f"as int{self.param_bits} differences" if self.param_bits else "in full precision"
-        others = "" if self.replicated else f", and parameters {params}"
+        others = "" if self.replicated else ", and parameters in full precision"
         return (
             f"FSDPCompression: gradients travel as int{self.bits} with error feedback between {between}{others}, over "
             f"{self.communicator.name}"
         )
-
-    def gather_in_full(self) -> None:
-        """Have the next forward pass gather the parameters in full precision. All ranks call.
-
-        With ``param_compression``, call it where you write parameters between a step and the next forward pass, as an
-        average of parameters for an evaluation does: they would travel as differences of few bits, too. A load by
-        ``load_state_dict`` calls it by itself.
-        """
-        for gather in self.gathers:
-            gather.reset()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -365,7 +263,6 @@ class FSDPCompression:
             "skipped_steps": self.skipped_steps,
             "worker_errors": [errors.kept.worker_values() for errors in self.units],
             "server_errors": [errors.kept.server_values() for errors in self.units],
-            "gathers": [gather.state() for gather in self.gathers],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -378,15 +275,13 @@ class FSDPCompression:
         rows = zip(self.units, state_dict["worker_errors"], state_dict["server_errors"], strict=True)
         for errors, worker, server in rows:
             errors.kept.copy_(worker, server)
-        for gather, state in zip(self.gathers, state_dict["gathers"], strict=True):
-            gather.load(state)
         self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
 
     def _place(self) -> dict[str, Any]:
         """Return the values that must be the same where the errors are loaded."""
         return {
             "bits": self.bits,
-            "param_bits": self.param_bits,
+            "param_bits": 0,  # of messages of parameters, which earlier versions could send
             "bucket_numel": self._bucket_numel,
             "replicas": self.communicator.world_size if self.replicated else 1,
             "replica": self.communicator.rank if self.replicated else 0,
@@ -448,8 +343,6 @@ class FSDPCompression:
         dropped = fault[0] > 0
         for errors in self.units:
             errors.end_pass(dropped)
-        for gather in self.gathers:
-            gather.behind = bool(gather.unit.names)
         self._skipped += dropped
         self._pass, self._faults = -1, []
         self.steps += 1
@@ -461,7 +354,7 @@ class FSDPCompression:
             rows = [(errors.unit.names, errors.unit.numels) for errors in self.units]
             self.communicator.require_equal(
                 "the options or parameters of compress_fsdp",
-                [self.bits, self.param_bits, self._bucket_numel, zlib.crc32(repr(rows).encode())],
+                [self.bits, self._bucket_numel, zlib.crc32(repr(rows).encode())],
             )
             shards = [values.to_local().detach() for errors in self.units for values in errors.unit.params]
             if self.replicated:
@@ -492,7 +385,6 @@ def compress_fsdp(
     bucket_cap_mb: float = 25.0,
     loss_scale: Callable[[], float] | None = None,
     state: str = "compact",
-    param_compression: str = "none",
 ) -> FSDPCompression:
     """Average the gradients of a model that FSDP2 shards by low-bit messages.
 
@@ -518,8 +410,6 @@ def compress_fsdp(
         loss_scale: Returns the factor that the gradients of the coming step carry, such as a ``GradScaler.get_scale``;
             None stands for 1.
         state: "compact" keeps errors in 8 bits, 1.02 bytes each; "float32" rounds nothing.
-        param_compression: "int4" or "int8", without replicas: send parameters as differences of so many bits, once a
-            step. Each rank then keeps all parameters, in the dtype in which they are gathered.
 
     Returns:
         The state: its errors (``state_dict()``) and its ``metrics()``. The model keeps it alive.
@@ -531,13 +421,8 @@ def compress_fsdp(
     """
     if not hasattr(mesh, "get_group"):
         raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}: call compress_fsdp(model, mesh, 'int4')")
-    bits, param_bits = bits_of("compression", compression), bits_of("param_compression", param_compression, "none")
+    bits = bits_of("compression", compression)
     check_state(state)
-    if param_bits and mesh.ndim > 1:
-        raise ValueError(
-            f"param_compression={param_compression} needs a mesh of 1 dimension, since no parameters travel between "
-            "replicas: leave it out, or shard the model over all ranks"
-        )
     if mesh.ndim == 2 and mesh.size(0) == 1 and mesh.get_rank() == 0:
         logger.warning(
             "grad_compression=%s compresses nothing: the mesh has one replica of %d rank(s), which sends nothing to "
@@ -546,4 +431,4 @@ def compress_fsdp(
             mesh.size(1),
         )
     bucket_numel = bucket_numel_of(bucket_cap_mb)
-    return FSDPCompression(model, mesh, bits, param_bits, bucket_numel, loss_scale, compact=state == "compact")
+    return FSDPCompression(model, mesh, bits, bucket_numel, loss_scale, compact=state == "compact")

@@ -42,13 +42,6 @@ class Unit:
         return sum(numel * (policy.reduce_dtype or policy.param_dtype or p.dtype).itemsize for numel, p in rows)
 
     @property
-    def gathered_nbytes(self) -> int:
-        """Bytes of this rank's shards of all parameters, frozen ones too, in the dtype in which they are gathered."""
-        params = [(p.padded_sharded_param_size.numel(), p.sharded_param.dtype) for p in self.group.fsdp_params]
-        wide = self.group.mp_policy.param_dtype
-        return sum(numel * (wide or dtype).itemsize for numel, dtype in params)
-
-    @property
     def device(self) -> torch.device:
         return torch.device(self.group.device)
 
@@ -92,38 +85,6 @@ class Unit:
         """Have FSDP2 call a reduce-scatter in place of its own, in every pass that syncs."""
         self.module.set_custom_reduce_scatter(reduce_scatter)
         self._reduce_all()
-
-    def can_gather(self) -> bool:
-        """Return whether messages can carry the parameters, as they must unless all of them are frozen."""
-        group, name = self.group, type(self.module).__name__
-        if type(group._all_gather_comm).__name__ != "DefaultAllGather":
-            raise ValueError(f"{name} has a custom all-gather already: param_compression needs it for itself")
-        if group._use_post_forward_mesh:
-            raise ValueError(
-                f"{name} is gathered from fewer ranks after forward: param_compression needs "
-                "reshard_after_forward=True or False"
-            )
-        wide, kinds = group.mp_policy.param_dtype, set()
-        for param in group.fsdp_params:
-            dtype = param.sharded_param.dtype
-            kinds.add(wide if wide is not None and dtype.is_floating_point else dtype)
-        changed = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
-        if changed or len(kinds) > 1 or not kinds <= _FLOATS:
-            if not self.names:
-                return False
-            raise TypeError(
-                f"param_compression needs parameters of one dtype in a unit, float32, bfloat16 or float16, got "
-                f"{sorted(map(str, kinds))} in {name}: shard modules of another dtype by a fully_shard call of their "
-                "own, or leave param_compression out"
-            )
-        return True
-
-    def set_all_gather(self, all_gather: Any, at_load: Callable[[], None]) -> None:
-        """Have FSDP2 call an all-gather in place of its own, and ``at_load`` after a load of other parameters."""
-        self.module.set_custom_all_gather(all_gather)
-        infos = [param._module_info for param in self.group.fsdp_params]
-        for module in {module for info in infos for module in (info.module, *info.shared_modules)}:
-            module.register_load_state_dict_post_hook(lambda *_: at_load())
 
     def _reduce_all(self) -> None:
         """Have FSDP2 reduce parameters without a gradient too, so that all ranks send as much; from torch 2.13 on."""

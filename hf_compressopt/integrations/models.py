@@ -82,15 +82,9 @@ class Models:
                 )
             if owners and compression != "none" and find_compression(model) is None:
                 check_no_hook(own_hook, "grad_compression")
-                if messages.param_compression != "none":
-                    raise ValueError(
-                        f"param_compression={messages.param_compression} has no effect with DistributedDataParallel, "
-                        "which sends no parameters: leave it out; ZeRO (zero_stage=2) and FSDP2 have it"
-                    )
                 named, group = model.module.named_parameters(), model.process_group
                 cap = messages.bucket_cap_mb or model.bucket_bytes_cap / 2**20
                 options = {**asdict(messages), "bucket_cap_mb": cap, "loss_scale": loss_scale}
-                del options["param_compression"]
                 state = GradientCompression(named, compression, process_group=group, **options)
                 model.register_comm_hook(state, compress_hook)
 
@@ -98,18 +92,19 @@ class Models:
         self, models: Iterable[nn.Module], compression: str, messages: MessageOptions, loss_scale: Callable[[], float]
     ) -> None:
         """Give every model that FSDP2 shards low-bit messages, unless it has them."""
-        if replace(messages, bucket_cap_mb=None, param_compression="none", state="compact") != MessageOptions():
+        if replace(messages, bucket_cap_mb=None, state="compact") != MessageOptions():
             raise ValueError(
                 f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "
                 "have no effect with FSDP, whose mesh says which ranks share a node: leave them out"
             )
-        options: dict[str, Any] = {"param_compression": messages.param_compression, "state": messages.state}
         cap = messages.bucket_cap_mb or 25.0
         for model in map(without_compile, models):
             if all(state.model is not model for state in self._sharded):
                 params: Iterator[Any] = model.parameters()
                 mesh = next(param.device_mesh for param in params if is_dtensor(param))
-                state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale, **options)
+                state = compress_fsdp(
+                    model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale, state=messages.state
+                )
                 self._sharded[state] = None
 
     def hooked(self) -> list[nn.Module]:

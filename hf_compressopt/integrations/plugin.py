@@ -64,7 +64,9 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
         check_grad_compression(value, name if name in ALGORITHMS else "")
         found.grad_compression = value
     if not ours:
-        check_param_compression(pairs.get("param_compression", "none"), stage, found.grad_compression)
+        check_param_compression(pairs.get("param_compression", "none"), stage)
+        if stage is None:
+            pairs.pop("param_compression", None)
     if found.grad_compression in FORMATS:
         legal_here = _of_messages()
         found.messages = {key: parse(key, pairs.pop(key), legal_here[key].kinds) for key in legal_here.keys() & pairs}
@@ -109,13 +111,13 @@ def check_grad_compression(value: str, other: str) -> None:
         )
 
 
-def check_param_compression(value: str, stage: int | None, grad_compression: str) -> None:
+def check_param_compression(value: str, stage: int | None) -> None:
     if value not in (*FORMATS, "none"):
         raise ValueError(f"param_compression must be one of {[*FORMATS, 'none']}, got {value!r}")
-    if value != "none" and not stage and grad_compression not in FORMATS:
+    if value != "none" and not stage:
         raise ValueError(
-            f"param_compression={value} is an option of ZeRO and of FSDP2, under which ranks send parameters: give "
-            "zero_stage=1 or 2, or with FSDP2 grad_compression too, or leave it out"
+            f"param_compression={value} is an option of ZeRO, whose ranks send updated parameters: give zero_stage=1 "
+            "or 2, or leave it out; DDP sends no parameters, and FSDP2 gathers them in full precision"
         )
 
 
@@ -282,8 +284,7 @@ class CompressOptPlugin:
         grad_compression: "int4" or "int8": average the gradients of ordinary optimizers in 4 or 8 bits per element. Not
             supported with the optimizers above, so ``optimizer`` is "none" then. With zero_stage it is ZeroOptimizer's
             option.
-        param_compression: "int4" or "int8": send updated parameters so too, with zero_stage, or with grad_compression
-            and FSDP2 without replicas.
+        param_compression: "int4" or "int8": send updated parameters so too, with zero_stage.
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the steps of a learning-rate
             scheduler given to ``prepare``.
         state: "compact" or "float32"; None is the default of each optimizer and of GradientCompression.
@@ -338,7 +339,7 @@ class CompressOptPlugin:
             raise ValueError(f"total_steps must be an int >= 1, or None, got {self.total_steps!r}")
         check_grad_compression(self.grad_compression, "" if self.optimizer == "none" else self.optimizer)
         stage = self.zero_stage if self.partitions else None
-        check_param_compression(self.param_compression, stage, self.grad_compression)
+        check_param_compression(self.param_compression, stage)
         if self.zero_stage and not self.partitions:
             check_takes_stage(self.optimizer, self.zero_stage)
             cls, form = ALGORITHMS[self.optimizer], self.state or "compact"
@@ -351,8 +352,7 @@ class CompressOptPlugin:
 
     def message_options(self) -> MessageOptions:
         """The options of ``grad_compression``'s messages, checked."""
-        own = "none" if self.partitions else self.param_compression
-        return MessageOptions(self.topology, None, self.node_bits, self.bucket_cap_mb, own, self.state or "compact")
+        return MessageOptions(self.topology, None, self.node_bits, self.bucket_cap_mb, self.state or "compact")
 
     @staticmethod
     def optimizer_from_env() -> str:

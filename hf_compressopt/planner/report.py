@@ -28,7 +28,7 @@ ALIKE = 0.05
 MEMORY = ("parameters", "gradients", "states", "buckets", "total")
 #: ZeRO with gradients and parameters in 4 bits, and FSDP2 without replicas.
 ZERO_INT4 = {stage: f"zero{stage}_adamw, int4" for stage in (1, 2)}
-FSDP2 = ("FSDP2", "FSDP2, int4 gradients", "FSDP2, int4 both ways")
+FSDP2 = ("FSDP2", "FSDP2, int4 gradients")
 #: The forms of a compressed optimizer's state: "float32", the two stages of "compact", and those with
 #: a zero_stage. With ``zero_stage=2`` they are what is held from the backward pass to the step.
 FLOAT32, COMPACT_FIRST, COMPACT_THEN = "float32", "compact, warmup stage", "compact, then"
@@ -118,7 +118,7 @@ def memory_rows(
     A compressed optimizer with ``zero_stage=2`` holds whole gradients while it ``accumulates`` micro-batches.
 
     Messages in flight are left out: 1/32 of the buckets' bytes. FSDP2 has no replicas here: each rank has a shard of
-    all, and errors for all, old and new ones; with parameters in 4 bits all parameters, too.
+    all, and with gradients in 4 bits errors for all, old and new ones.
     """
     estimate = partial(
         estimate_zero_memory, params, world_size, dtype=dtype, states_per_parameter=states, bucket_cap_mb=bucket_cap_mb
@@ -134,8 +134,8 @@ def memory_rows(
         estimates["grad_compression"] = replace(plain, states=plain.states + buckets.errors)
         shard = [-(-value // world_size) for value in (full, full, plain.states)]
         errors = 2 * Buckets(params, world_size, bucket_numel).worker_errors
-        for name, replicas, held in zip(FSDP2, (0, 0, full), (0, errors, errors), strict=True):
-            estimates[name] = MemoryEstimate(shard[0] + replicas, shard[1], shard[2] + held, plain.buckets)
+        for name, held in zip(FSDP2, (0, errors), strict=True):
+            estimates[name] = MemoryEstimate(shard[0], shard[1], shard[2] + held, plain.buckets)
     gradients = {ZERO2_FIRST: FLOAT_BYTES * buckets.own_elements, ZERO2_THEN: 0}
     if accumulates:
         gradients = {form: full + held for form, held in gradients.items()}

@@ -18,18 +18,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from hf_compressopt import FSDPCompression, compress_fsdp
 from hf_compressopt.planner.report import FSDP2, memory_rows
 from tests.fsdp import test_fsdp_compression as hsdp
-from tests.oracles.simulation import chunk_bounds
-from tests.oracles.simulation_integers import Simulation, quantize
+from tests.oracles.simulation_integers import Simulation
 from tests.support.harness import on_ranks, run_ranks
 
-# state, bits, bits of parameters, accumulation, options of fully_shard
-RUNS: list[tuple[str, int, int, str, dict[str, Any]]] = [
-    ("compact", 4, 0, "", {}),
-    ("float32", 8, 8, "unreduced", {"reshard_after_forward": False}),
-    ("compact", 4, 4, "unreduced", {"reshard_after_forward": True}),
+# state, bits, accumulation, options of fully_shard
+RUNS: list[tuple[str, int, str, dict[str, Any]]] = [
+    ("compact", 4, "", {}),
+    ("float32", 8, "unreduced", {"reshard_after_forward": False}),
+    ("compact", 4, "unreduced", {"reshard_after_forward": True}),
 ]
-# what a unit gathers, frozen parameters too
-GATHERED = [hsdp.UNITS[0], ["second.weight", "frozen.weight", "frozen.bias", "last.weight", "last.bias"], hsdp.UNITS[2]]
 
 
 def sharded(net: nn.Module, **options: Any) -> tuple[Any, Any]:
@@ -37,17 +34,10 @@ def sharded(net: nn.Module, **options: Any) -> tuple[Any, Any]:
     return (hsdp.shard_units if isinstance(net, hsdp.Net) else fully_shard)(net, mesh=mesh, **options), mesh
 
 
-def form(bits: int) -> str:
-    return f"int{bits}" if bits else "none"
-
-
-def train(rank: int, state: str, bits: int, param_bits: int, accumulate: str, how: dict[str, Any]) -> dict[str, Any]:
+def train(rank: int, state: str, bits: int, accumulate: str, how: dict[str, Any]) -> dict[str, Any]:
     net, mesh = sharded(hsdp.make(), **how)
-    forms = {"compression": form(bits), "param_compression": form(param_bits)}
-    compression = compress_fsdp(net, mesh, **forms, bucket_cap_mb=hsdp.CAP, state=state)
-    found = hsdp.trained(net, rank, accumulate) | {"errors": hsdp.errors_of(compression)}
-    net(hsdp.data(rank, hsdp.STEPS))
-    return found | {"replicas": [state["replicas"].numpy().copy() for state in compression.state_dict()["gathers"]]}
+    compression = compress_fsdp(net, mesh, f"int{bits}", bucket_cap_mb=hsdp.CAP, state=state)
+    return hsdp.trained(net, rank, accumulate) | {"errors": hsdp.errors_of(compression)}
 
 
 class Columns:
@@ -55,7 +45,6 @@ class Columns:
 
     def __init__(self, shapes: list[tuple[int, ...]], ranks: int, bits: int, compact: bool) -> None:
         self.ranks, zeros = ranks, [np.zeros(shape, np.float32) for shape in shapes]
-        self.replicas: np.ndarray | None = None  # as they travel
         self.rows_of = [shape[0] for shape in shapes]
         self.shapes = [hsdp.cut(zero, 0, ranks).shape for zero in zeros]
         self.numel = sum(int(np.prod(shape)) for shape in self.shapes)
@@ -69,20 +58,6 @@ class Columns:
         for rank in range(self.ranks):
             rows[rank, : self.numel] = np.concatenate([hsdp.cut(t, rank, self.ranks).ravel() for t in tensors])
         return np.concatenate([part.ravel() for part in np.split(rows, self.cuts, axis=1)])
-
-    def follow(self, tensors: list[np.ndarray], bits: int) -> list[np.ndarray]:
-        """The tensors that all ranks compute with, after they have come nearer to these."""
-        flat = self.flat(tensors)
-        if self.replicas is None:
-            self.replicas = flat
-        else:
-            width = self.simulation.buckets[0].stop
-            for start in range(0, len(flat), width):
-                part = slice(start, min(start + width, len(flat)))
-                for begin, end in chunk_bounds(part.stop - start, self.ranks):
-                    place = slice(start + begin, start + end)
-                    self.replicas[place] += quantize(flat[place] - self.replicas[place], bits)
-        return self.whole(self.replicas)
 
     def rows(self, flat: np.ndarray) -> np.ndarray:
         bounds = [0, *self.cuts, self.padded]
@@ -98,44 +73,34 @@ class Columns:
 
 
 def simulated(
-    ranks: int, state: str, bits: int, param_bits: int, accumulate: str
-) -> tuple[list[dict[str, Any]], hsdp.Net, list[Columns], list[Columns]]:
-    net, used = hsdp.make(), hsdp.make()
-    optimizer, names, own = hsdp.optimizer_of(net), dict(net.named_parameters()), dict(used.named_parameters())
-    gathered = [Columns([tuple(names[n].shape) for n in members], ranks, bits, False) for members in GATHERED]
-
-    def gather() -> None:
-        for members, unit in zip(GATHERED, gathered, strict=True):
-            tensors = [names[n].detach().numpy() for n in members]
-            for n, values in zip(members, unit.follow(tensors, param_bits) if param_bits else tensors, strict=True):
-                own[n].data.copy_(torch.from_numpy(values))
-
+    ranks: int, state: str, bits: int, accumulate: str
+) -> tuple[list[dict[str, Any]], hsdp.Net, list[Columns]]:
+    net = hsdp.make()
+    optimizer, names = hsdp.optimizer_of(net), dict(net.named_parameters())
     compact = state == "compact"
     columns = [Columns([tuple(names[n].shape) for n in members], ranks, bits, compact) for members in hsdp.UNITS]
     history = []
     for step in range(hsdp.STEPS):
         everyone = []
-        gather()
         for rank in range(ranks):
-            used.zero_grad()
+            net.zero_grad()
             for part in (1, 0) if accumulate else (0,):
-                used(hsdp.data(rank, step, part), hsdp.uses(step)).pow(2).mean().backward()
-            everyone.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in own.items()})
+                net(hsdp.data(rank, step, part), hsdp.uses(step)).pow(2).mean().backward()
+            everyone.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in names.items()})
         for members, unit in zip(hsdp.UNITS, columns, strict=True):
             sent = np.stack([unit.flat([mine[n].numpy() for n in members]) for mine in everyone])
             for n, mean in zip(members, unit.whole(unit.simulation.average(sent)), strict=True):
                 names[n].grad = torch.from_numpy(mean.copy())
         history.append({n: names[n].grad.numpy().copy() for members in hsdp.UNITS for n in members})
         optimizer.step()
-    gather()
-    return history, net, columns, gathered
+    return history, net, columns
 
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_equals_a_simulation_in_bits(world_size: int) -> None:
     ranks = run_ranks(world_size, hsdp.in_turn, train, RUNS, timeout=240)
-    for number, (state, bits, param_bits, accumulate, _) in enumerate(RUNS):
-        history, net, columns, gathered = simulated(world_size, state, bits, param_bits, accumulate)
+    for number, (state, bits, accumulate, _) in enumerate(RUNS):
+        history, net, columns = simulated(world_size, state, bits, accumulate)
         weights = {n: p.detach().numpy() for n, p in net.named_parameters() if p.requires_grad}
         for rank in range(world_size):
             got = ranks[rank][number]
@@ -145,8 +110,6 @@ def test_equals_a_simulation_in_bits(world_size: int) -> None:
             errors = sorted(unit.simulation.worker_error[rank].tobytes() for unit in columns)
             assert sorted(got["errors"][f"worker_errors{unit}"].tobytes() for unit in range(3)) == errors
             assert all(got["errors"][f"server_errors{unit}"].size == 0 for unit in range(3))
-            replicas = sorted(unit.rows(unit.replicas).tobytes() for unit in gathered) if param_bits else []
-            assert sorted(values.tobytes() for values in got["replicas"]) == replicas
 
 
 def started(seed: int = 0, how: dict[str, Any] | None = None, **options: Any) -> tuple[Any, FSDPCompression, Any]:
@@ -155,108 +118,20 @@ def started(seed: int = 0, how: dict[str, Any] | None = None, **options: Any) ->
     return net, compression, hsdp.optimizer_of(net)
 
 
-def whole(net: Any) -> np.ndarray:
-    """Return the parameters that this rank computes with."""
-    modules = [module for module in net.modules() if hasattr(module, "unshard")]
-    for module in modules:
-        module.unshard()
-    values = torch.cat([p.detach().reshape(-1) for p in net.parameters()]).numpy().copy()
-    for module in modules:
-        module.reshard()
-    return values
-
-
-def owned(net: Any) -> np.ndarray:
-    return torch.cat([p.detach().full_tensor().reshape(-1) for p in net.parameters()]).numpy()
-
-
-def evaluated(rank: int) -> tuple[bool, list[int]]:
-    """Compare a run that is evaluated after each step with one that is not; return the bytes of evaluations, too."""
-    ends, sent = [], []
-    for context in (None, torch.no_grad, torch.inference_mode):
-        net, compression, optimizer = started(param_compression="int4")
-        for step in range(3):
-            hsdp.clipped_step(net, optimizer, rank, step, "unreduced")
-            for part in (2, 3) if context is not None else ():
-                before = compression.traffic.total_bytes
-                with context():
-                    net(hsdp.data(rank, step, part))
-                sent.append(compression.traffic.total_bytes - before)
-        net.reshard()
-        ends.append({**hsdp.local(net, "weights"), **hsdp.errors_of(compression)})
-    return hsdp.same(ends[0], ends[1]) and hsdp.same(ends[0], ends[2]), sent
-
-
-def changed(rank: int) -> list[bool]:
-    """Check that ranks compute with near parameters after a step, and with exactly those loaded or written."""
-    net, compression, optimizer = started(param_compression="int4")
-    start, found = {n: t.clone() for n, t in net.state_dict().items()}, [np.array_equal(whole(net), owned(net))]
-    for step in range(2):
-        hsdp.clipped_step(net, optimizer, rank, step, "")
-    replicas, masters = whole(net), owned(net)
-    found.append(0 < np.abs(replicas - masters).max() < 0.01 / 4)  # a step is 0.01, and 4 bits round by 1/14 of it
-    hsdp.clipped_step(net, optimizer, rank, 2, "")
-    net.load_state_dict(start)
-    found += [np.array_equal(whole(net), owned(net)), not np.array_equal(owned(net), masters)]
-    with torch.no_grad():  # on one rank alone, whose shards are a part
-        net.first.weight.to_local().mul_(3.0 if rank == 1 else 1.0)
-    found.append(np.array_equal(whole(net), owned(net)))
-    hsdp.clipped_step(net, optimizer, rank, 3, "")
-    with torch.no_grad():
-        for param in net.parameters():
-            param.to_local().mul_(-2.0)
-    compression.gather_in_full()
-    with torch.inference_mode():
-        net(hsdp.data(rank, 0))
-    net.reshard()
-    found.append(np.array_equal(whole(net), owned(net)))
-    for step in range(2):
-        hsdp.clipped_step(net, optimizer, rank, step, "")
-    return found
-
-
-def alike(rank: int) -> list[bytes]:
-    """Return what ranks compute with in bfloat16, after a step that one rank's gradient has made all skip."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    net, compression, optimizer = started(how={"mp_policy": policy}, param_compression="int4")
-    for step in range(5):
-        optimizer.zero_grad()
-        factor = float("inf") if step == 2 and rank == 1 else 1.0
-        (net(hsdp.data(rank, step).bfloat16()).float().pow(2).mean() * factor).backward()
-        if nn.utils.clip_grad_norm_(net.parameters(), 0.01).full_tensor().isfinite():
-            optimizer.step()
-    states = [state["replicas"] for state in compression.state_dict()["gathers"]]
-    assert compression.skipped_steps == 1 and all(t.dtype is torch.bfloat16 and t.isfinite().all() for t in states)
-    return [bytes(t.view(torch.uint8).numpy()) for t in states]
-
-
-def frozen_unit(rank: int) -> list[int]:
-    """The bytes of each step of a model with a unit that is frozen: its parameters travel once."""
-    net = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 400).requires_grad_(False), nn.Linear(400, 13))
-    fully_shard(net[1])
-    net, mesh = sharded(net)
-    compression, sent = compress_fsdp(net, mesh, param_compression="int4"), []
-    for step in range(3):
-        net(hsdp.data(rank, step)).pow(2).mean().backward()
-        sent.append(compression.traffic.step_bytes)
-    return sent
-
-
-def sent_bytes(rank: int) -> tuple[dict[str, float], str, list[int]]:
+def sent_bytes(rank: int) -> tuple[dict[str, float], str, int]:
     """The bytes of a step of a model of some size, without padding to speak of, and those that it holds."""
     torch.manual_seed(0)
     net, mesh = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), init_device_mesh("cpu", (4,))
     fully_shard(net[0], mesh=mesh)
     fully_shard(net, mesh=mesh)
-    compression = compress_fsdp(net, mesh, "int4", param_compression="int4")
+    compression = compress_fsdp(net, mesh, "int4")
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for _ in range(2):
         optimizer.zero_grad()
         net(torch.ones(2, 256) * (rank + 1)).pow(2).mean().backward()
         optimizer.step()
     errors = sum(errors.kept.worker.nbytes for errors in compression.units)
-    replicas = sum(state["replicas"].nbytes for state in compression.state_dict()["gathers"])
-    return compression.metrics(), compression.describe(), [errors, replicas]
+    return compression.metrics(), compression.describe(), errors
 
 
 def precisions(rank: int) -> None:
@@ -321,7 +196,7 @@ def tied(rank: int, reentrant: bool) -> list[list[float]]:
             fully_shard(block, mesh=mesh)
         fully_shard(net, mesh=mesh)
         if form != "none":
-            compress_fsdp(net, mesh, form, bucket_cap_mb=hsdp.CAP, param_compression="none" if form == "int8" else form)
+            compress_fsdp(net, mesh, form, bucket_cap_mb=hsdp.CAP)
         optimizer = torch.optim.AdamW(net.parameters(), lr=2e-2)
         losses = []
         for step in range(6):
@@ -349,54 +224,37 @@ def test_precisions_tied_weights_checkpointed_activations_and_skipped_steps() ->
             assert losses == pytest.approx(plain, abs=0.1) and losses[-1] < 0.5 * losses[0], found
 
 
-def parameters(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    rows = [("", {}), ("", {"param_compression": "int4"}), (folder, {"param_compression": "int8", "state": "float32"})]
-    for where, options in rows:
+def resumed(rank: int, world_size: int, folder: str) -> tuple[dict[str, float], str, int]:
+    for where, options in (("", {}), (folder, {"compression": "int8", "state": "float32"})):
         hsdp.check_resume(rank, partial(started, **options), where)
-    return {
-        "evaluated": evaluated(rank),
-        "changed": changed(rank),
-        "alike": alike(rank),
-        "sent": sent_bytes(rank),
-        "frozen": frozen_unit(rank),
-    }
+    return sent_bytes(rank)
 
 
-def test_parameters_as_differences(tmp_path: Path) -> None:
-    ranks = run_ranks(4, parameters, str(tmp_path), timeout=240)
-    for rank, found in enumerate(ranks):
-        equal, sent = found["evaluated"]
-        assert equal and max(sent[1::2]) <= 3 * 4 * 2 < min(sent[::2]), sent  # a flag per unit, then and later
-        assert found["changed"] == [True] * 6, found["changed"]
-        assert found["alike"] == ranks[0]["alike"], rank
-        first, *later = found["frozen"]
-        assert first > 3 * 4 * 14 * 100 + later[0] and later[0] == later[1], found["frozen"]
-        metrics, said, held = found["sent"]
+def test_resumes_and_sends_and_holds_what_the_planner_says(tmp_path: Path) -> None:
+    for metrics, said, held in run_ranks(4, resumed, str(tmp_path), timeout=240):
         values = 2 * (64 * 256 + 64)  # of a shard
-        assert metrics["bytes_sent_step"] == pytest.approx(2 * 3 * values * (0.5 + 2 / 128), rel=0.01)
-        assert metrics["compression_ratio"] == pytest.approx(3 * 8 * values / metrics["bytes_sent_step"])
+        assert metrics["bytes_sent_step"] == pytest.approx(3 * values * (0.5 + 2 / 128), rel=0.01)
+        assert metrics["compression_ratio"] == pytest.approx(3 * 4 * values / metrics["bytes_sent_step"])
         assert metrics["compression_ratio"] > 7.5
-        plain, grads, both = (memory_rows(4 * values, 4, torch.float32, 2, 25.0)[name] for name in FSDP2)
-        assert grads["states"] - plain["states"] == pytest.approx(2 * held[0], rel=0.01)
-        assert both["parameters"] - plain["parameters"] == held[1] and grads["states"] == both["states"]
-        assert "int4 with error feedback between 4 rank(s), and parameters as int4 differences" in said
+        plain, grads = (memory_rows(4 * values, 4, torch.float32, 2, 25.0)[name] for name in FSDP2)
+        assert grads["states"] - plain["states"] == pytest.approx(2 * held, rel=0.01)
+        assert "int4 with error feedback between 4 rank(s), and parameters in full precision" in said
 
 
 @on_ranks(4)
 def test_refuses_by_name(rank: int, world_size: int) -> None:
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     (net, mesh), replicated = sharded(hsdp.make()), fully_shard(hsdp.make(), mesh=pairs)
-    taken, fewer, mixed = started()[0], sharded(hsdp.make(), reshard_after_forward=2)[0], hsdp.make()
-    mixed.frozen.bfloat16()
-    sharded(mixed)
+    taken = started()[0]
     calls: dict[str, Any] = {
         "1 dimension, the shards": lambda: compress_fsdp(net, init_device_mesh("cpu", (1, 2, 2))),
         "sharded over the ranks": lambda: compress_fsdp(net, pairs["shard"]),
         "has replicas": lambda: compress_fsdp(replicated, pairs["shard"]),
         "custom reduce-scatter already": lambda: compress_fsdp(taken, mesh),
-        "reshard_after_forward=True or False": lambda: compress_fsdp(fewer, mesh, param_compression="int4"),
-        "parameters of one dtype": lambda: compress_fsdp(mixed, mesh, param_compression="int4"),
-        "rank 1 has [4, 8": lambda: compress_fsdp(net, mesh, param_compression="int8" if rank == 1 else "int4"),
+        "rank 1 has [8": lambda: compress_fsdp(net, mesh, "int8" if rank == 1 else "int4"),
+        "the state dict has param_bits=4": lambda: started()[1].load_state_dict(
+            {**started()[1].state_dict(), "param_bits": 4}
+        ),
         "the state dict has replicas=2": lambda: started()[1].load_state_dict(
             {**started()[1].state_dict(), "shards": 2, "replicas": 2}
         ),

@@ -147,8 +147,7 @@ def by_hand(setup: str, method: Method, folder: str) -> tuple[float, Any]:
             state = GradientCompression(model.named_parameters(), bits)
             ddp.register_comm_hook(state, compress_hook)
         else:
-            back = {name: value for name, value in method.plugin.items() if name == "param_compression"}
-            state = compress_fsdp(model, next(model.parameters()).device_mesh, bits, **back)
+            state = compress_fsdp(model, next(model.parameters()).device_mesh, bits)
     for batch in batches():
         ddp(**batch).loss.backward()
         optimizer.step()
@@ -190,11 +189,10 @@ def test_every_cell_trains_compressed_or_is_refused_by_name(setup: str, host: st
 
 @pytest.mark.parametrize("replicas", [2, 1])
 def test_hosts_train_in_the_same_bits(replicas: int, tmp_path: Path) -> None:
-    """FSDP2 by hand, by Accelerate, and by DistributedConfig in Trainer; without replicas compressed both ways."""
-    method = METHODS["int4"] if replicas > 1 else Method("grad_compression", "adamw_torch", BOTH_WAYS, 5)
+    """FSDP2 by hand, by Accelerate, and by DistributedConfig in Trainer."""
     setups = [setup for setup, count in SETUPS.items() if count == replicas]
     ways = [(setups[0], "plain"), (setups[0], "Accelerate"), (setups[1], "Trainer")]
-    found = [run_ranks(RANKS, cell, *way, method, str(tmp_path / way[1]), timeout=120) for way in ways]
+    found = [run_ranks(RANKS, cell, *way, METHODS["int4"], str(tmp_path / way[1]), timeout=120) for way in ways]
     assert not any(rank["error"] for ranks in found for rank in ranks), found
     bits = [[rank["bits"] for rank in ranks] for ranks in found]
     assert len(set(bits[0][:2])) == 2 and all(other == bits[0] for other in bits[1:])
@@ -225,8 +223,7 @@ def accelerator_of(rank: int, world_size: int, replicas: int, version: int = 2, 
 
 
 def train(rank: int, world_size: int, folder: str, resumed: bool, replicas: int) -> dict[str, Any]:
-    options = {} if replicas > 1 else {"param_compression": "int4"}
-    accelerator = accelerator_of(rank, world_size, replicas, grad_compression="int4", **options)
+    accelerator = accelerator_of(rank, world_size, replicas, grad_compression="int4")
     model = hosts.small_model(dropout=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -269,7 +266,6 @@ def test_accelerate_compresses_and_resumes(replicas: int, tmp_path: Path) -> Non
 def test_accelerate_refuses_by_name(rank: int, world_size: int) -> None:
     int4 = {"grad_compression": "int4"}
     rows: list[tuple[str, dict[str, Any], bool]] = [
-        ("needs a mesh of 1 dimension", {"replicas": 2, "param_compression": "int4", **int4}, False),
         ("fsdp_version=2", {"replicas": 1, "version": 1, **int4}, False),
         ("node_bits=16", {"replicas": 2, "node_bits": 16, **int4}, False),
         ("ZeroOptimizer works with DistributedDataParallel", {"replicas": 2, "zero_stage": 2, **int4}, False),
@@ -283,10 +279,8 @@ def test_accelerate_refuses_by_name(rank: int, world_size: int) -> None:
             accelerator.prepare(model, optimizer)
 
 
-def train_with_trainer(
-    rank: int, world_size: int, folder: str, resume: str | None, replicas: int, options: str
-) -> dict[str, Any]:
-    arguments = {"output_dir": folder, "optim_args": f"grad_compression=int4{options}", "bf16": replicas == 1}
+def train_with_trainer(rank: int, world_size: int, folder: str, resume: str | None, replicas: int) -> dict[str, Any]:
+    arguments = {"output_dir": folder, "optim_args": "grad_compression=int4", "bf16": replicas == 1}
     arguments |= {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
     trainer = hosts.make_trainer(rank, world_size, hosts.Run(arguments, dropout=0.0))
     trainer.remove_callback(trainer.watch)
@@ -299,11 +293,11 @@ def train_with_trainer(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("replicas", "options"), [(2, ""), (1, ""), (1, ",param_compression=int4")])
-def test_trainer_compresses_and_resumes(replicas: int, options: str, tmp_path: Path) -> None:
-    how = replicas, options
-    ranks = run_ranks(4, train_with_trainer, str(tmp_path), None, *how, timeout=240)
-    again = run_ranks(4, train_with_trainer, str(tmp_path / "again"), str(tmp_path / "checkpoint-4"), *how, timeout=240)
+@pytest.mark.parametrize("replicas", [2, 1])
+def test_trainer_compresses_and_resumes(replicas: int, tmp_path: Path) -> None:
+    ranks = run_ranks(4, train_with_trainer, str(tmp_path), None, replicas, timeout=240)
+    saved = str(tmp_path / "checkpoint-4")
+    again = run_ranks(4, train_with_trainer, str(tmp_path / "again"), saved, replicas, timeout=240)
     for rank, (result, other) in enumerate(zip(ranks, again, strict=True)):
         if replicas > 1:
             assert result["weights"].tobytes() == ranks[rank % 2]["weights"].tobytes()
