@@ -3,6 +3,7 @@
 # No postponed annotations here: DDP compares those of a hook with the types themselves.
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,10 +38,12 @@ class GradientSync:
         self._rounds = GradientRounds()
         self._others: tuple[list[Tensor], list[GradientBucket]] = ([], [])
         self._sends = self._reduces = self._early = False  # in the pass under way
+        self._compared = True  # the ranks have compared the optimizers that they bound last
 
     def bind(self, optimizers: Sequence[Any], loss_scale: Callable[[], float] | None = None) -> None:
         """Follow the plans of these optimizers, and count the bytes of the hook as the first one's."""
         self.optimizers, self.loss_scale = tuple(optimizers), loss_scale
+        self._compared = not optimizers or self.communicator.world_size == 1
         self.communicator.traffic = optimizers[0].traffic if optimizers else Traffic()
 
     def average(
@@ -63,6 +66,10 @@ class GradientSync:
 
     def _decide(self) -> None:
         """Decide how the gradients of the coming pass travel: by DDP's own all-reduce, otherwise, or not at all."""
+        if not self._compared:  # before a message that a rank with other options would not understand
+            alike = [optimizer.must_be_alike() for optimizer in self.optimizers]
+            self.communicator.require_equal("the optimizer that DistributedDataParallel follows, or its options", alike)
+            self._compared = True
         plans = [optimizer.plan for optimizer in self.optimizers]
         reduced = [optimizer for optimizer, plan in zip(self.optimizers, plans, strict=True) if plan.reduce_grads]
         low = any(optimizer.warmup_gradients.bits < 32 for optimizer in reduced)
@@ -170,10 +177,18 @@ def attach_ddp(
                 "a compressed optimizer needs DDP's communication hook for itself, but the model has one already: "
                 f"remove your own comm_hook ({error})"
             ) from error
+        model.join_hook = partial(_join_hook, model.join_hook, sync)  # type: ignore[method-assign]
     sync.bind(optimizers, loss_scale)
     for optimizer in optimizers:
         optimizer.label_parameters(model.module.named_parameters())
     return sync
+
+
+def _join_hook(original: Callable[..., Any], sync: GradientSync, **kwargs: Any) -> Any:
+    """Refuse torch's Join context while the model's optimizer is one that all ranks must step together."""
+    for optimizer in sync.optimizers:
+        optimizer.join_hook()
+    return original(**kwargs)
 
 
 def find_sync(model: DistributedDataParallel) -> GradientSync | None:

@@ -53,6 +53,8 @@ _LEAST_BITS = 6  # of the number of elements of a sketch
 _PRIME = 1_048_573  # just below DIGEST_BOUND
 _CHUNK = 1 << 20  # elements that are compared, or sent, at a time
 _MOST = 0.01  # relative difference of parameters that counts as rounding
+#: Every so many steps the small message of a compressed step, or of a sync, has a digest of the parameters.
+DRIFT_INTERVAL = 256
 
 
 class GradientNoise:
@@ -368,7 +370,9 @@ class Comparison:
     def __init__(self, states: Sequence[GroupState], communicator: Communicator) -> None:
         self._states, self._communicator = states, communicator
         self.checked = False
+        self.has_new_groups = False  # which no message has compared yet
         self._compared_at = 0  # the step before which the ranks were compared last
+        self._layouts: tuple[int, int] = (-1, 0)  # the number of param groups, and a digest of what is fixed of them
 
     def check(self, plan: StepPlan, before: StepPlan | None, alike: Callable[[], Sequence[Any]]) -> None:
         """Check, before the first step and before the first one of a stage, that the ranks are alike."""
@@ -376,13 +380,14 @@ class Comparison:
             own = [state.own_rank is not None for state in self._states]
             what = "optimizer, step, options, or param groups with a process_group of their own"
             self._communicator.require_equal(what, [*alike(), own])
-            self._require_equal("parameter sizes", lambda state: digest_of((state.compressed, state.layout.numels)))
+            self.require_same_groups()
             self.require_same_hyperparameters()
             if plan.agree:  # else each rank has parameters of its own
                 what = "the bits of their parameters (are they alike at the start?)"
                 self._require_equal(what, lambda state: _bits(state.params))
-            self.checked, self._compared_at = True, plan.step
+            self.checked, self.has_new_groups, self._compared_at = True, False, plan.step
         elif self._compared_at != plan.step and before is not None and before.stage is not plan.stage:
+            self.require_same_groups()
             self.require_same_hyperparameters()
             self._align(plan.step)
             self._compared_at = plan.step
@@ -394,6 +399,66 @@ class Comparison:
             numbers = *(group[name] for name in ("lr", "eps", "weight_decay")), *group["betas"]
             found.append([*map(float, numbers), bool(group["bias_correction"]), bool(group["eps_inside_sqrt"])])
         return found
+
+    def now(self) -> list[Any]:
+        """Return what a small message compares of the param groups: what may change between two steps."""
+        if self._layouts[0] != len(self._states):
+            shared = [state for state in self._states if state.own_rank is None]
+            own = [state.own_rank is not None for state in self._states]
+            self._layouts = len(self._states), digest_of([own, [_rows_of(state) for state in shared]])
+        return [self.hyperparameters(), self._layouts, self.trained(), self.has_new_groups]
+
+    def compare_new_groups(self, plan: StepPlan) -> None:
+        """Check the parameters of groups that all ranks have added, as the last small message has told. All call."""
+        if self.has_new_groups and plan.agree:
+            what = "the bits of their parameters (are those of a new param group alike on all ranks?)"
+            self._require_equal(what, lambda state: _bits(state.params))
+        self.has_new_groups = False
+
+    def trained(self) -> list[str]:
+        """Return for each param group that all ranks hold, and each parameter, "1" if it requires a gradient."""
+        shared = (state for state in self._states if state.own_rank is None)
+        return ["".join("01"[param.requires_grad] for param in state.params) for state in shared]
+
+    def require_same_now(self) -> None:
+        """Raise on all ranks if they differ in what :meth:`now` returns. All ranks call."""
+        self.require_same_groups()
+        self.require_same_hyperparameters()
+        everyone = self._communicator.all_gather_object(self.trained())
+        if any(trained != everyone[0] for trained in everyone):
+            shared = [state for state in self._states if state.own_rank is None]
+            names = [name for state in shared for name in state.labels]
+            columns = zip(*("".join(trained) for trained in everyone), strict=True)
+            first = next(number for number, column in enumerate(columns) if len(set(column)) > 1)
+            at = [rank for rank, trained in enumerate(everyone) if "".join(trained)[first] == "0"]
+            raise ValueError(
+                f"{names[first]} does not require a gradient on ranks {at} only: freeze parameters on all ranks "
+                "together, or on none"
+            )
+
+    def require_same_groups(self) -> None:
+        """Raise on all ranks if they differ in the names, sizes or order of their parameters. All ranks call."""
+        what = "the number of their param groups (call add_param_group on all), or in which have a process_group"
+        self._communicator.require_equal(what, [state.own_rank is not None for state in self._states])
+        error: Exception | None = None
+        for communicator, states in by_communicator(self._states):
+            rows = [row for state in states for row in _rows_of(state)]
+            digests = communicator.all_gather_object([len(states), digest_of(rows)])
+            if all(digest == digests[0] for digest in digests):
+                continue
+            everyone = communicator.all_gather_object(rows)
+            rank = next(rank for rank, theirs in enumerate(digests) if theirs != digests[0])
+            first, theirs = everyone[0], everyone[rank]
+            at = next(
+                number for number in range(len(first) + 1) if first[number : number + 1] != theirs[number : number + 1]
+            )
+            has = [row[at] if at < len(row) else "no further parameter" for row in (theirs, first)]
+            error = ValueError(
+                f"ranks differ in the names, parameter sizes or order of their param groups: rank {rank} has {has[0]}, "
+                f"rank 0 {has[1]}. Give all ranks the same parameters in the same order, and call "
+                "add_param_group on all of them"
+            )
+        self._raise_together(error)
 
     def require_same_hyperparameters(self) -> None:
         """Check that the ranks have the same hyperparameters, else they would drift apart unnoticed."""
@@ -438,6 +503,17 @@ class Comparison:
             self._communicator.raise_together(error, ValueError)
         elif error is not None:
             raise error
+
+
+def _rows_of(state: GroupState) -> list[str]:
+    """Return what is fixed of each parameter of a group, in words; of other ranks' own groups names may differ."""
+    mask = state.options.get("exp_avg_mask")
+    kind = "" if state.compressed else ", non_freeze"
+    if mask is not None:
+        kind += f", exp_avg_mask {digest_of([list(mask.shape), int(bit_sum(mask.detach().to(torch.float32)))])}"
+    names = state.labels if state.own_rank is None else [""] * len(state.params)
+    rows = [f"{name} {list(p.shape)} {p.dtype}{kind}".strip() for name, p in zip(names, state.params, strict=True)]
+    return [f"group {state.number}", *rows]
 
 
 def _bits(tensors: Iterable[Tensor]) -> int:
@@ -498,6 +574,7 @@ class Consensus:
         self._unread: StepGradients | None = None  # what the message of a sync tells whether it is finite
         self.read = list[float]()  # the largest variances of the coming step, if it asks for them
         self.comparison = Comparison(states, communicator)
+        self.held_fault: Exception | None = None  # in this rank's gradients since the last sync of 0/1 Adam
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -532,7 +609,9 @@ class Consensus:
             if same and not ask:
                 self._unread = measured
                 return measured, measured.may_be_used()
-        self._agree(gradients, plan, sketched=max_grad_norm > 0)
+        # what was no finite norm in the message of a sketch, of float32, is none in another message either
+        overflown = measured is not None and measured.ask and not measured.is_finite()
+        self._agree(gradients, plan, sketched=max_grad_norm > 0 or overflown)
         if max_grad_norm > 0:
             norm = gradients.clip_(max_grad_norm, in_place=given is None)
             if self.early.enabled:
@@ -608,10 +687,14 @@ class Consensus:
             squares.append(own if sent is None else own + sent)
         if gradients.ask:
             squares, alike = self._exchange(gradients, plan, squares, mean)
-        if gradients.fault is not None:
+        if gradients.fault is not None and (gradients.ask or plan.agree or self.communicator.world_size == 1):
             raise gradients.fault
-        elsewhere = any(grad.device != self.communicator.device for grad in part.present())
-        if not gradients.ask and (elsewhere or not plan.is_local_sync):  # else the message of the sync brings them
+        if gradients.fault is not None:
+            squares = [math.inf, math.inf]
+            self._hold(gradients.fault, plan)
+        elsewhere = gradients.fault is None and any(grad.device != self.communicator.device for grad in part.present())
+        local = not gradients.ask and gradients.fault is None
+        if local and (elsewhere or not plan.is_local_sync):  # else the message of the sync brings them
             squares = torch.stack(squares).tolist()
         gradients.square, part.square = squares[0], squares[-1]
         gradients.measured_signature = gradients.signature()
@@ -622,25 +705,38 @@ class Consensus:
         elif mean is not None and self.at_sync is None:
             self.at_sync = mean
         if alike and not alike[0]:
-            self.comparison.require_same_hyperparameters()
+            self.comparison.require_same_now()
             self.early.agree()
             for each in (gradients, part):
                 each.left = self.early.left(gradients.groups)
+        elif alike:
+            self.comparison.compare_new_groups(plan)
         self.early.agreed |= gradients.ask
-        self.heed_gradients(alike[1:])
+        self.heed_second(plan, alike[1:])
+
+    def _hold(self, fault: Exception, plan: StepPlan) -> None:
+        """Keep what is wrong with this rank's gradients in a local step until the next sync, where all ranks raise."""
+        if self.held_fault is None:
+            self.held_fault = fault
+            message = (
+                "step %d: rank %d cannot use its gradients; it steps with its momentum up to the next sync, where "
+            )
+            message += "all ranks raise: %s"
+            write_log(logger, logging.ERROR, message, plan.step, self.communicator.rank, fault)
 
     def _exchange(
         self, gradients: StepGradients, plan: StepPlan, squares: Sequence[Tensor], mean: MeanNorm | None
     ) -> tuple[list[float], list[bool]]:
         """Exchange the one small message of a step: norms, faults, what must be alike. Returns the squared norms."""
-        digests: list[int | Tensor] = [digest_of([self.comparison.hyperparameters(), self.early.signature])]
+        digests: list[int | Tensor] = [digest_of([self.comparison.now(), self.early.signature])]
         if not plan.reduce_grads:
             # one in every step: a resumed run, which compares once more, sends the uninterrupted one's bytes
-            digests.append(self.gradient_digest(gradients.groups))
+            digests.append(self.second_digest(plan, gradients.groups))
         faults = torch.full_like(squares[0], float(gradients.fault is not None))
         means, sketch = ([], None) if mean is None else mean.contributions()
         numbers = [faults, squares[0], squares[-1], *means]
         beside = self.warmup.largest_variances(plan) if plan.stage is Stage.VARIANCE else None
+        beside = beside if beside is not None and beside.numel() else None
         sums, alike = self.communicator.sum_and_compare(numbers, digests, sketch, beside)
         if beside is not None:
             sums, self.read = sums[: -len(beside)], sums[-len(beside) :]
@@ -673,18 +769,65 @@ class Consensus:
         beside = unread if isinstance(unread, Tensor) else torch.zeros_like(written)
         means, sketch = ([], None) if mean is None else mean.contributions()
         # as checks are no part of the training's traffic
+        faults, held = torch.full_like(written, float(self.held_fault is not None)), self.held_fault
+        self.held_fault = None
         with self.communicator.traffic.paused() if mean is None else nullcontext():
-            sums, alike = self.communicator.sum_and_compare([written, *means], digests, sketch, beside.view(1))
+            sums, alike = self.communicator.sum_and_compare([written, faults, *means], digests, sketch, beside.view(1))
+        if held is not None:
+            raise held
+        if sums[1] > 0:
+            raise RuntimeError(
+                f"{int(sums[1])} other rank(s) were given gradients that cannot be used since the last sync"
+            )
         if mean is not None:
-            mean.square(sums[1:-1])
+            mean.square(sums[2:-1])
             self._common = mean.common
         return sums[0] > 0, math.isfinite(sums[-1]), alike
 
-    def gradient_digest(self, gradients: Grads | None) -> int | Tensor:
-        """Return a digest of this rank's gradients, [] int64, until they were compared; the rank if they are all 0."""
+    def second_digest(self, plan: StepPlan, gradients: Grads | None) -> int | Tensor:
+        """Return a digest of this rank's gradients until they were compared, and later, now and then, of parameters."""
+        if not self._gradients_compared:
+            return self._gradient_digest(gradients)
+        if plan.step % DRIFT_INTERVAL:
+            return 0
+        sums = [bit_sum(values) for _, values in self._alike_values(plan)]
+        return sum(sums, torch.zeros((), dtype=torch.int64, device=self.communicator.device)) % _PRIME
+
+    def heed_second(self, plan: StepPlan, alike: Sequence[bool], *, usable: bool = True) -> None:
+        """Heed what the second digests told: gradients that are identical on all ranks, or parameters that are not.
+
+        Gradients that are not ``usable``, since they are not finite, may well be identical.
+        """
+        if self._gradients_compared and alike and not alike[0]:
+            self._raise_drift(plan)
+        self.heed_gradients([alike[0] and usable] if alike else [])
+
+    def _alike_values(self, plan: StepPlan) -> Iterator[tuple[str, Tensor]]:
+        """Yield what has the same bits on all ranks, by parameter: between syncs of 0/1 Adam those of the last one."""
+        for state in self.states:
+            apart = state.compressed and not plan.agree
+            for index, param in enumerate(state.params if state.own_rank is None else ()):
+                yield state.labels[index], state.view(state.extra["anchor"], index) if apart else param.detach()
+
+    def _raise_drift(self, plan: StepPlan) -> None:
+        """Raise on all ranks, with the names of the parameters that differ. All ranks call."""
+        rows = [(name, int(bit_sum(values))) for name, values in self._alike_values(plan)]
+        everyone = self.communicator.all_gather_object([bits for _, bits in rows])
+        columns = zip(*everyone, strict=True)
+        names = [name for (name, _), column in zip(rows, columns, strict=True) if len(set(column)) > 1]
+        shown = ", ".join([*names[:4], "..."] if len(names) > 4 else names)
+        raise ValueError(
+            f"step {plan.step}: the parameters of the ranks have drifted apart: {len(names)} of {len(rows)} differ "
+            f"({shown}). Something changes them on each rank alone: code that reads p.grad after backward or step() "
+            "(AdaLoRA, pruning by gradients), where gradients stay each rank's own after the warmup stage, or that "
+            "draws random numbers of each rank's own. Let it run on one rank, and broadcast what it decides"
+        )
+
+    def _gradient_digest(self, gradients: Grads | None) -> int | Tensor:
+        """Return a digest of this rank's gradients, [] int64; the rank if they are all 0."""
         rank = self.communicator.rank % DIGEST_BOUND
-        if self._gradients_compared or gradients is None:
-            return 0 if self._gradients_compared else rank
+        if gradients is None:
+            return rank
         shared = [grads for grads, state in zip(gradients, self.states, strict=False) if state.own_rank is None]
         sums = [bit_sum(grad) for grad in chain.from_iterable(shared) if grad is not None]
         # a power of two would see the low bits alone, which are 0 after bfloat16

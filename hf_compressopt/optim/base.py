@@ -213,7 +213,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         groups = ParamGroups(self._states, self.communicator, self._follow_parameters)
         self._fused_warmup = warmup_bits < 32
-        self.warmup_bits, self.warmup_gradients = warmup_bits, WarmupGradients(warmup_bits, groups)
+        self.warmup_bits, self.warmup_gradients = warmup_bits, WarmupGradients(warmup_bits, groups, self._tensors)
         sends = groups, self._tensors, self._prepare
         if zero_stage == 2:
             self.freed = FreedGradients(*sends, self._begin_step, bits=warmup_bits, clips=max_grad_norm > 0)
@@ -296,10 +296,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Follow the parameters, compare the ranks if it is time, and return the plan of the coming step."""
         self._follow_parameters()
         plan, before = self.plan, self.last_plan if self._step > 0 else None
-        self._consensus.comparison.check(plan, before, self._must_be_alike)
+        self._consensus.comparison.check(plan, before, self.must_be_alike)
         return plan
 
-    def _must_be_alike(self) -> list[Any]:
+    def must_be_alike(self) -> list[Any]:
+        """Return what the ranks compare before the first step: class, step and options, as JSON holds them."""
         chosen = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike]
         chosen += [self._clip, self.max_grad_norm, self.warmup_bits, self._fused_warmup, self.compact]
         return [type(self).__name__, self._step, repr([*chosen, self.max_update or 0, self.zero_stage])]
@@ -422,7 +423,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""
         self.skipped_steps += 1
         self._end_step(self.plan, taken=False)
-        self._log(logging.WARNING, "step %d skipped: a gradient is not finite", self.plan.step)
+        message = "step %d skipped: a gradient is not finite, or the norm of all is too large"
+        self._log(logging.WARNING, message, self.plan.step)
 
     def join_hook(self, **_: Any) -> Any:
         """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others."""
@@ -588,7 +590,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         state = GroupState(group, self, ranks, None if own is None else self.communicator.rank)
         self._states.append(state)
         self._show_moments(state)
-        self._consensus.comparison.checked = False
+        # ranks that have taken steps meet at the next small message: only one of them may have called this
+        self._consensus.comparison.has_new_groups = True
 
     def _follow_parameters(self) -> None:
         """Move the buffers to where the parameters are, if a model was moved after its optimizer was made."""
@@ -681,6 +684,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _state_loaded(self) -> None:
         """Update everything that is derived from the state. In the warmup stage every parameter moves."""
         self._consensus.comparison.checked = False
+        self._consensus.held_fault = None
         self.early_messages.state_loaded()
         for state in self._states:
             state.still = [False] * len(state.params)

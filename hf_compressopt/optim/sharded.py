@@ -62,7 +62,7 @@ from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, like_errors
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.agreement import Grads, MeanNorm, StepGradients, find_fault
 from hf_compressopt.optim.group import GroupState, MomentShards, ParamGroups, part_of
-from hf_compressopt.optim.late import UNCLIPPED, EarlyMessages, Key, Prepare, SignBucket
+from hf_compressopt.optim.late import UNCLIPPED, Backward, EarlyMessages, Key, Prepare, SignBucket
 from hf_compressopt.optim.math import adam_step_, correct_bias_, sum_of
 from hf_compressopt.schedules import StepPlan
 
@@ -323,6 +323,7 @@ class FreedGradients(EarlyMessages):
         self._passes: BackwardPasses | None = None
         self._sent, self._params = _SentGradients(), list[Tensor]()
         self.clipped = 1.0  # factor of the means of this step
+        self._dropped = False  # what was sent for the coming step was dropped since
         self.attach()
         if not clips:
             warn_unguarded()
@@ -330,7 +331,7 @@ class FreedGradients(EarlyMessages):
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but hooks and messages: a copy hooks its parameters in its first step."""
         none: dict[str, Any] = {"_passes": None, "loss_scale": None, "_sent": _SentGradients(), "clipped": 1.0}
-        return super().__getstate__() | none
+        return super().__getstate__() | none | {"_dropped": False}
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -365,13 +366,18 @@ class FreedGradients(EarlyMessages):
         """Return whether the gradients of the coming step were sent; alike on all ranks."""
         return self._passes is not None and self._passes.done
 
+    @property
+    def _was_sent(self) -> bool:
+        """True if gradients of the coming step were sent, dropped or not: ranks compare that in the step."""
+        return self._dropped or self.holds_gradients()
+
     def complete(self) -> None:
         passes = self.attach()
         passes.require_attached()
         passes.flush()
-        if not passes.done:
+        if not self._was_sent:
             passes.empty_pass()
-        if passes.done:
+        if self._was_sent:
             passes.order.agree(self._communicator)
 
     # -- a pass -------------------------------------------------------------------------------------------------------
@@ -383,7 +389,7 @@ class FreedGradients(EarlyMessages):
         load of a checkpoint of a run that clipped otherwise.
         """
         plan, last = self._begin_step(), self._last_norm()
-        self._sent = _SentGradients(is_late=self._sent.is_late)
+        self._sent, self._dropped = _SentGradients(is_late=self._sent.is_late), False
         if not self.states or (plan.stage.number and last is None):
             return False
         self.begin(None if self.loss_scale is None else float(self.loss_scale()), plan)
@@ -451,33 +457,38 @@ class FreedGradients(EarlyMessages):
         self._sent.is_late = True
 
     def drop(self) -> None:
-        """Drop the gradients that were sent, and keep the errors. All ranks call."""
+        """Drop the gradients that were sent, and keep the errors. All ranks call; else they raise in the step."""
         if self._passes is not None:
             self._passes.flush()
+        dropped, sketches = self._was_sent, self._sent.sketches
         if self.holds_gradients():
             self._forget()
+            self.backward = Backward(self._last_norm(), self.backward.loss_scale, self._communicator.world_size)
         self._begin_anew()
+        self._dropped = dropped
+        self._sent.sketches = None if sketches is None else {}
 
     def end_step(self, *, taken: bool) -> None:
         super().end_step(taken=taken)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._sent, self.clipped = _SentGradients(), 1.0
+        self._sent, self.clipped, self._dropped = _SentGradients(), 1.0, False
         if self._passes is not None:
             self._passes.done = False
 
     def state_loaded(self) -> None:
         super().state_loaded()
         self.drop()
+        self._dropped = False
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def put_into(self, gradients: StepGradients) -> None:
-        if self.holds_gradients():
+        if self._was_sent:
             gradients.freed = self
             gradients.fault = gradients.fault or self._sent.fault
-        for state in self.states if self.holds_gradients() else ():
+        for state in self.states if self._was_sent else ():
             late = [name for p, name in zip(state.params, state.names, strict=True) if p.grad is not None]
             gradients.groups[state.number] = [None] * len(state.params)
             if late or self._sent.is_late:
@@ -502,7 +513,7 @@ class FreedGradients(EarlyMessages):
     @property
     def is_exact(self) -> bool:
         """True if the norm of the mean gradient of these groups is known from their means; alike on all ranks."""
-        return self.holds_gradients() and not self._plan.stage.number
+        return self._was_sent and not self._plan.stage.number
 
     def squares(self) -> dict[float, Tensor]:
         """Return sums of squares, [] float64, by the factor that makes their sum over the ranks a squared norm."""

@@ -30,6 +30,8 @@ from hf_compressopt.schedules import Stage, StepPlan
 
 logger = logging.getLogger(__name__)
 
+#: Name of the tensor that holds the loss scale that the coming gradients are taken to carry, once a scaler has told it.
+LOSS_SCALE = "warmup_loss_scale"
 #: Legal values of ``warmup_bits``.
 WARMUP_BITS = (*INTEGER_BITS, 16, 32)
 
@@ -44,11 +46,11 @@ def check_warmup_bits(bits: Any, communicator: Any) -> None:
 class WarmupGradients:
     """The form of one optimizer's averaged gradients: integers of 4 or 8 bits, bfloat16 (16), or as they are (32)."""
 
-    def __init__(self, bits: int, groups: ParamGroups) -> None:
-        self.bits, self.rounds = bits, GradientRounds()
+    def __init__(self, bits: int, groups: ParamGroups, tensors: dict[str, Tensor]) -> None:
+        self.bits, self.rounds, self._tensors = bits, GradientRounds(), tensors
         self.in_use = self.ever_in_use = False  # the last step's gradients had fewer bits than 32; any step's (state)
         self._states, self._communicator, self._follow = groups
-        self._loss_scale = self._assumed_scale = 1.0
+        self._assumed_scale = 1.0
         self._travelled = False  # in the step under way
         self._told = False
         self._known: tuple[list[Any], list[Any], list[GradientBucket]] = ([], [], [])  # what buckets were made of
@@ -56,6 +58,11 @@ class WarmupGradients:
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but buckets, which a copy makes of its own parameters."""
         return self.__dict__ | {"rounds": GradientRounds(), "_known": ([], [], [])}
+
+    @property
+    def _loss_scale(self) -> float:
+        told = float(self._tensors[LOSS_SCALE]) if LOSS_SCALE in self._tensors else 1.0
+        return told if told > 0 else 1.0
 
     def buckets(
         self, loss_scale: float | None = None, *, owner: int = 0, present: Sequence[Tensor] | None = None
@@ -131,7 +138,8 @@ class WarmupGradients:
             for state in self._states:
                 if state.own_rank is None:
                     state.errors.scale_([self._assumed_scale / scale] * len(state.params))
-            self._loss_scale = self._assumed_scale = scale
+            self._assumed_scale = scale
+            self._tensors[LOSS_SCALE] = torch.tensor([scale], dtype=torch.float64, device="cpu")
 
     def end_step(self, plan: StepPlan) -> None:
         """Close a step. Warn once if the gradients were averaged in another way, and so in full precision."""

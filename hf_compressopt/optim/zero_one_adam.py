@@ -368,9 +368,9 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _local_steps(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         self._interval.begin_step()
-        written, usable = self._parameters_were_written(gradients) if plan.synchronize else (False, True)
+        written, usable = self._parameters_were_written(plan, gradients) if plan.synchronize else (False, True)
         gradients = gradients if usable else None
-        if gradients is None:
+        if gradients is None and self._consensus.held_fault is None:
             message = "step %d: a gradient of rank %d is not finite; the rank steps with its momentum"
             write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)
         for state in states:
@@ -403,21 +403,19 @@ class ZeroOneAdam(CompressedOptimizer):
         for state in moved:
             self._interval.advance(state, 0.0, 1.0)
 
-    def _parameters_were_written(self, gradients: Grads | None) -> tuple[bool, bool]:
+    def _parameters_were_written(self, plan: StepPlan, gradients: Grads | None) -> tuple[bool, bool]:
         """Return whether parameters were written on any rank, and whether this rank's gradients are finite."""
         states = [state for state in self._states if state.compressed and state.own_rank is None]
         so_far = [self._interval.since_sync(state) for state in states]
-        frozen = [[not param.requires_grad for param in state.params] for state in states]
-        digest = digest_of((self._consensus.comparison.hyperparameters(), so_far, frozen))
+        digest = digest_of((self._consensus.comparison.now(), so_far))
         # two in every message that is counted: a resumed run, which compares once more, sends the same bytes
-        digests = digest, self._consensus.gradient_digest(gradients)
+        digests = digest, self._consensus.second_digest(plan, gradients)
         written = self._interval.written(self.communicator.device)
         anywhere, usable, alike = self._consensus.compare_at_sync(written, digests)
         if not alike[0]:
-            self._consensus.comparison.require_same_hyperparameters()
-            what = "their learning rates since the last sync, or in frozen parameters"
-            self.communicator.require_equal(what, [so_far, frozen])
-        self._consensus.heed_gradients([alike[1] and usable])  # gradients that are not finite may well be identical
+            self._consensus.comparison.require_same_now()
+            self.communicator.require_equal("their learning rates since the last sync", so_far)
+        self._consensus.heed_second(plan, alike[1:], usable=usable)
         return anywhere, usable
 
     # -- one set of parameters ----------------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """Agreement of the ranks beside their messages: one small all-reduce, errors for all, and steps that all skip."""
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch.distributed.algorithms import Join
 
 import hf_compressopt
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.optim.agreement import DRIFT_INTERVAL
 from tests.support.ddp_runs import CLIP, STEPS, attached, end_step, loss_of, scaler_of, tensors_of
 from tests.support.ddp_runs import make as make_model
 from tests.support.family import FAMILY, draw, go_on, make, optimizer_of
@@ -124,6 +128,130 @@ def test_ranks_with_different_hyperparameters_fail_together(rank: int, world_siz
                 optimizer.step()
 
 
+def refused(optimizer: Any, params: Any, rank: int, steps: int, said: str, at: Callable[[int], None]) -> int:
+    """The step, counted from 0, in which all ranks raise an error that says so; ``at`` is called before each."""
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        for step in range(steps):
+            at(step)
+            draw(params, optimizer, rank, step)
+            optimizer.step()
+    return step
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@on_ranks(2, timeout=30)
+def test_ranks_with_other_parameters_fail_together(rank: int, world_size: int, name: str) -> None:
+    first, second = ("a", nn.Parameter(torch.ones(5, 8))), ("b", nn.Parameter(torch.ones(8, 5)))
+    mask = torch.ones(5, 8)
+    mask[0, 0] = rank
+    others: list[tuple[Any, Any, str]] = [
+        ([first, second], [second, first], r"rank 1 has b \[8, 5\] .*rank 0 a \[5, 8\]"),
+        ([first], [("c", first[1])], r"rank 1 has c \[5, 8\] .*rank 0 a"),
+        ([first[1]], [second[1]], r"rank 1 has .*\[8, 5\] .*rank 0 .*\[5, 8\]"),
+        ([first[1]], [first[1], second[1]], r"rank 1 has .*\[8, 5\] .*rank 0 no further parameter"),
+        *([([{"params": [first[1]], "exp_avg_mask": mask}],) * 2 + ("exp_avg_mask",)]),
+    ]
+    for on_first, on_second, said in others:
+        params = (on_first, on_second)[rank]
+        optimizer = optimizer_of(name, params)
+        trained = optimizer.trainable_parameters
+        assert refused(optimizer, trained, rank, 1, f"ranks differ in the names.*{said}", lambda step: None) == 0
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@on_ranks(2, timeout=30)
+def test_a_parameter_that_is_frozen_on_one_rank_is_an_error_on_all(rank: int, world_size: int, name: str) -> None:
+    params = [nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(8))]
+    optimizer = optimizer_of(name, [("a", params[0]), ("b", params[1])])
+    said = r"^b does not require a gradient on ranks \[1\] only"
+    at = refused(optimizer, params, rank, 8, said, lambda step: params[1].requires_grad_(step < 4 or rank == 0))
+    assert at == (5 if name == "ZeroOneAdam" else 4)  # the next sync
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "when", "at"),
+    [
+        ("OnebitAdam", {}, 1, 2),  # the switch: no message of this package comes before it
+        ("OnebitLamb", {}, 1, 2),
+        ("OnebitAdam", {"zero_stage": 1}, 1, 1),
+        ("OnebitAdam", {}, 4, 4),
+        ("OnebitAdam", {"clip": "late"}, 4, 4),
+        ("ZeroOneAdam", {}, 1, 2),
+    ],
+)
+@on_ranks(2, timeout=30)
+def test_a_param_group_that_one_rank_adds_is_an_error_on_all(
+    rank: int, world_size: int, name: str, options: dict[str, Any], when: int, at: int
+) -> None:
+    params = [nn.Parameter(torch.ones(40))]
+    optimizer = optimizer_of(name, params, **options)
+
+    def add(step: int) -> None:
+        if step == when and rank == 1:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "non_freeze": when == 4})
+
+    assert refused(optimizer, params, rank, 6, "the number of their param groups", add) == at
+
+
+@on_ranks(2)
+def test_a_param_group_that_all_ranks_add_is_compared_with_the_next_small_message(rank: int, world_size: int) -> None:
+    for unlike in (0, 1):
+        params = [nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(3) + unlike * rank)]
+        optimizer = optimizer_of("OnebitAdam", params[:1])
+        go = partial(draw, params[:1], optimizer, rank)
+        for step in range(4):
+            go(step)
+            optimizer.step()
+        optimizer.add_param_group({"params": params[1:], "non_freeze": True})
+        draw(params, optimizer, rank, 4)
+        with pytest.raises(ValueError, match="a new param group alike") if unlike else nullcontext():
+            optimizer.step()
+        assert unlike or same_on_all_ranks(params)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@on_ranks(2)
+def test_parameters_that_drift_apart_are_noticed(rank: int, world_size: int, name: str) -> None:
+    """Such as those that code prunes on each rank by its own gradients. No step sends more."""
+    params = [nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(8))]
+    communicator = Counting()
+    optimizer = optimizer_of(name, [("a", params[0]), ("b", params[1])], communicator=communicator)
+    counts = []
+    for step in range(2 * DRIFT_INTERVAL):
+        draw(params, optimizer, rank, step)
+        before = communicator.calls
+        if step == DRIFT_INTERVAL + 40 and rank == 1:
+            with torch.no_grad():
+                values = optimizer.state[params[1]]["anchor"] if name == "ZeroOneAdam" else params[1]
+                values[3] = 0.0
+        if step == 2 * DRIFT_INTERVAL - 1:
+            with pytest.raises(ValueError, match=r"^step 512: .*have drifted apart: 1 of 2 differ \(b\).*AdaLoRA"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            counts.append(communicator.calls - before)
+    assert counts[DRIFT_INTERVAL - 1] == counts[DRIFT_INTERVAL + 3]
+
+
+@pytest.mark.parametrize("size", [1e19, 1e30])
+@on_ranks(2)
+def test_gradients_whose_norm_is_too_large_are_clipped_or_skipped(rank: int, world_size: int, size: float) -> None:
+    """Beyond 1.8e19 the square of a norm is no float32 number."""
+    for options in ({}, {"max_grad_norm": 1.0}, {"clip": "local"}, {"clip": "late"}, {"zero_stage": 1}):
+        param = nn.Parameter(torch.ones(40))
+        optimizer = optimizer_of("OnebitAdam", [param], **options)
+        for step in range(6):
+            draw([param], optimizer, rank, step)
+            if step == 4:
+                param.grad.mul_(size)  # type: ignore[union-attr]
+            if "max_grad_norm" not in options:
+                optimizer.clip_grad_norm_(1.0)
+            before = param.detach().clone()
+            optimizer.step()
+            assert (param.detach() - before).abs().max() < 1 and same_on_all_ranks([param])
+        assert optimizer.metrics()["skipped_steps"] == (options.get("clip") != "local")
+
+
 @pytest.mark.parametrize("option", [("state", "compact", "float32"), ("clip", "local", "sketch"), ("zero_stage", 0, 1)])
 @on_ranks(2, timeout=30)
 def test_ranks_with_different_options_fail_together(rank: int, world_size: int, option: tuple[Any, ...]) -> None:
@@ -168,10 +296,72 @@ def test_rounding_differences_are_mended_at_the_switch_and_larger_ones_refused(
 @pytest.mark.parametrize("name", FAMILY)
 @on_ranks(2)
 def test_uneven_inputs_are_refused(rank: int, world_size: int, name: str) -> None:
-    optimizer = optimizer_of(name, [nn.Parameter(torch.ones(9))])
-    with pytest.raises(ValueError, match=f"^{name} does not support uneven inputs.*drop_last=True"):
-        with Join([optimizer]):  # type: ignore[list-item]
-            pass
+    model = nn.parallel.DistributedDataParallel(nn.Linear(9, 1))
+    optimizer = optimizer_of(name, model.parameters())
+    hf_compressopt.attach_ddp(model, optimizer)
+    for joined in (optimizer, model):
+        with pytest.raises(ValueError, match=f"^{name} does not support uneven inputs.*drop_last=True"):
+            with Join([joined]):
+                pass
+
+
+@on_ranks(2, timeout=30)
+def test_ddp_with_other_warmup_bits_on_a_rank_is_an_error_on_all(rank: int, world_size: int) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(9, 1))
+    hf_compressopt.attach_ddp(model, optimizer_of("OnebitAdam", model.parameters(), warmup_bits=(4, 32)[rank]))
+    with pytest.raises(ValueError, match=r"^ranks \[1\] differ from rank 0 in the optimizer that Distributed"):
+        model(torch.ones(2, 9)).sum().backward()
+
+
+@pytest.mark.parametrize("clip", ["", "clip"])
+@pytest.mark.parametrize("given", [False, True])
+@on_ranks(2, timeout=30)
+def test_a_bad_gradient_in_a_local_step_is_an_error_on_all_at_the_sync(
+    rank: int, world_size: int, clip: str, given: bool
+) -> None:
+    param = nn.Parameter(torch.ones(40))
+    optimizer = optimizer_of("ZeroOneAdam", [("a", param)])  # steps 7 and 8 of 8: the second is a sync
+    with log_lines() as lines:
+        for step in range(8):
+            draw([param], optimizer, rank, step)
+            grads = [param.grad]
+            if step == 6 and rank == 1 and given:
+                grads = [torch.ones(3)]
+            elif step == 6 and rank == 1:
+                param.grad = torch.ones(40).to_sparse()
+            if clip:
+                optimizer.clip_grad_norm_(0.5)
+            if step < 7:
+                optimizer.step(grads=grads if given else None)
+        before = param.detach().clone()
+        said = "the gradient of a " if rank else "1 other rank"
+        with pytest.raises((TypeError, ValueError) if rank else RuntimeError, match=said):
+            optimizer.step(grads=grads if given else None)
+    assert torch.equal(param, before) and optimizer.metrics()["step"] == 7
+    assert sum("cannot use its gradients; it steps with its momentum" in line for line in lines) == rank
+
+
+@pytest.mark.parametrize("clip", ["", "clip"])
+@on_ranks(2, timeout=30)
+def test_gradients_that_one_rank_drops_under_zero_are_an_error_on_all(rank: int, world_size: int, clip: str) -> None:
+    """In the warmup stage, and after it."""
+    for at in (1, 4):
+        torch.manual_seed(0)
+        model = nn.Linear(40, 3)
+        optimizer = optimizer_of("OnebitAdam", model.parameters(), zero_stage=2)
+        for step in range(at + 1):
+            model(torch.randn(2, 40)).square().sum().backward()
+            if clip and step < at:
+                optimizer.clip_grad_norm_(0.5)
+            if step < at:
+                optimizer.step()
+                optimizer.zero_grad()
+        if rank == 1:
+            optimizer.zero_grad()
+        with pytest.raises(ValueError, match="what has left in backward .did all of them call zero_grad"):
+            if clip:
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
 
 
 # -- a gradient that is not finite on one rank: all ranks skip the step, and it leaves no trace ------------------------

@@ -18,6 +18,7 @@ from tests.oracles.steps import same
 from tests.support.ddp_runs import attached, hook_beside_loop
 from tests.support.ddp_runs import make as make_model
 from tests.support.exchanging import errors_everywhere
+from tests.support.family import assign, through_a_file
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.logs import log_lines
 from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
@@ -199,6 +200,36 @@ def test_errors_do_not_carry_the_loss_scale(rank: int, world_size: int, how: str
                 scaler.step(optimizer)
                 scaler.update()
         assert optimizer.metrics()["step"] == 8
+        ends.append([*params, optimizer._states[0].errors.worker])
+    assert same(*ends)
+
+
+@pytest.mark.parametrize("way", ["files", "state dict"])
+@on_ranks(2)
+def test_a_loss_scale_that_a_scaler_told_is_in_the_checkpoint(
+    rank: int, world_size: int, way: str, tmp_path: Path
+) -> None:
+    """Not told to average_gradients, which takes the last one that a scaler has told."""
+    ends = []
+    for resumed in (False, True):
+        params, optimizer = make(4)
+        scaler = hf_compressopt.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        scaler.scale(torch.ones(()))  # makes the scale
+        for step in range(6):
+            if step == 4 and resumed:
+                hf_compressopt.save_state(optimizer, tmp_path)
+                state, trained = optimizer.state_dict(), params
+                params, optimizer = make(4)
+                assign(params, trained)
+                if way == "files":
+                    hf_compressopt.load_state(optimizer, tmp_path)
+                else:
+                    optimizer.load_state_dict(through_a_file(state))
+            give(params, rank, step, scaler.get_scale())
+            average_gradients(optimizer)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
         ends.append([*params, optimizer._states[0].errors.worker])
     assert same(*ends)
 
