@@ -143,6 +143,7 @@ class Communicator(ABC):
     world_size: int
     device: torch.device
     traffic: Traffic
+    is_taken: bool = False  # by an optimizer, which writes into it
     process_group: dist.ProcessGroup | None = None
     levels: Levels | None = None
 

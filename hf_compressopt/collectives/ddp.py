@@ -205,6 +205,8 @@ def check_owners(model: DistributedDataParallel, optimizers: Sequence[Any]) -> N
             "do not wrap the model, or give zero_stage=1; in Accelerate give model and optimizer to one "
             "prepare(model, optimizer)"
         )
+    if optimizers and dist.get_world_size(model.process_group) > 1:
+        refuse_gradient_readers(model.module, type(optimizers[0]).__name__)
     own = {id(p) for optimizer in optimizers for p in optimizer.own_parameters()}
     ignored = model.parameters_to_ignore
     averaged = [name for name, p in model.module.named_parameters() if id(p) in own and name not in ignored]
@@ -221,3 +223,16 @@ def check_owners(model: DistributedDataParallel, optimizers: Sequence[Any]) -> N
             f"{[optimizer.communicator.world_size for optimizer in optimizers]}: make the optimizer after the process "
             "group"
         )
+
+
+def refuse_gradient_readers(model: torch.nn.Module, name: str) -> None:
+    """Raise for a model whose own code reads averaged gradients after a step, of which an optimizer leaves none."""
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None)
+        kinds = [getattr(each, "peft_type", "") for each in adapters.values()] if isinstance(adapters, dict) else []
+        if any(str(getattr(kind, "value", kind)) == "ADALORA" for kind in kinds):
+            raise ValueError(
+                f"AdaLoRA prunes by p.grad after each step (update_and_allocate), and {name} leaves no averaged "
+                "gradients there: the ranks would prune differently. Use grad_compression='int4' or 'int8' with an "
+                "ordinary optimizer, whose gradients are averaged, or LoRA"
+            )

@@ -24,7 +24,7 @@ from hf_compressopt.collectives.exchange import BucketErrors, Order, Pipeline, T
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment
-from hf_compressopt.kernels.memory import numbers_on, reads_at_once
+from hf_compressopt.kernels.memory import address_of, in_memory, is_direct, numbers_on, overwrite_, reads_at_once
 
 _BUCKET_BYTES = 25 * 2**20
 _Grads = Mapping[Tensor, Tensor | None]
@@ -200,8 +200,8 @@ class GradientRounds:
         """Hand over the gradient of a parameter; the round overwrites it. One that is in no bucket stays local."""
         if param not in self._order.of:
             return
-        if grad is not None and not grad.is_contiguous():
-            original, grad = grad, grad.contiguous()
+        if grad is not None and not (is_direct(grad) and address_of(grad)):
+            original, grad = grad, in_memory("the gradient", grad)
             self._copies.append((original, grad))
         self._grads[param] = grad
         self._order.arrived(param)
@@ -232,7 +232,7 @@ class GradientRounds:
         for owner, _, finish in averages:
             finish(dropped.get(owner, False))
         for original, copy in self._copies:
-            original.copy_(copy)
+            overwrite_(original, copy)
         self._copies, self._grads = [], dict.fromkeys(self._grads)
         if done is not None:
             done({owner for owner, fault in dropped.items() if fault})
@@ -372,7 +372,7 @@ def _average(params: Sequence[Tensor], communicator: Communicator, rounds: Gradi
         flat.mul_(1.0 / communicator.world_size)
         communicator.all_reduce(flat).wait()
         for grad, part in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
-            grad.copy_(part.view(grad.shape))
+            overwrite_(grad, part.view(grad.shape))
 
 
 def average_group(

@@ -22,6 +22,7 @@ from hf_compressopt.amp import GradScaler, innermost
 from hf_compressopt.checkpoint import io
 from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.collectives.backward import guard_torch_clipping
+from hf_compressopt.collectives.ddp import refuse_gradient_readers
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression, MessageOptions
@@ -177,6 +178,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if not evaluation_mode and (partitioned or shares(model.parameters(), state.partitioned)):
             alone: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
             if self.num_processes > 1:
+                refuse_gradient_readers(model, "ZeRO")
                 state.without_ddp |= {id(p) for p in model.parameters()}
                 check_somebody_averages(self.optimizers_inside(), state.without_ddp)
             communicator = TorchCommunicator(device=self.device)
@@ -314,7 +316,11 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         elif local:
             self.unscale_gradients()
         if not local:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
+            norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            for owner in filter(follows_plan, owners):
+                if norm is not None and wanted.issuperset(map(id, owner.trainable_parameters)):
+                    owner.note_clipping(norm, max_norm)
+            return norm
         if len(owners) > 1 and any(map(owns_gradients, owners)):
             raise ValueError("clip the parameters of one ZeroOptimizer at a time: each has a norm of its own")
         return local[0].clip_grad_norm_(max_norm, parameters)

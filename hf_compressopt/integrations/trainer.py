@@ -219,6 +219,7 @@ def _train(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: An
             f"{' '.join(COMMAND_LINE)} stands on the command line, but not in the script's TrainingArguments, and "
             "nothing would be compressed: parse them by transformers.HfArgumentParser, or set optim, optim_args there"
         )
+    _sync_before_reading(self)
     callbacks = self.callback_handler.callbacks
     if not any(isinstance(callback, CompressOptCallback) for callback in callbacks):
         callbacks.insert(0, CompressOptCallback())
@@ -393,6 +394,26 @@ def _with_averaged_parameters(original: Callable[..., Any], self: Trainer, *args
     inner = innermost(self.optimizer)
     with inner.averaged_parameters() if follows_plan(inner) else nullcontext():
         return original(self, *args, **kwargs)
+
+
+#: Methods by which TRL's Trainers, and objects and callbacks of theirs, read the parameters in the midst of a training.
+_READERS = ("_move_model_to_vllm", "sync_weights", "sync_target_model")
+
+
+def _sync_before_reading(self: Trainer) -> None:
+    """Have known readers, such as TRL's copy of the weights to vLLM, see one set of parameters between two syncs."""
+    others = [value for value in vars(self).values() if type(value).__module__.startswith("trl.")]
+    for owner in (self, *others, *self.callback_handler.callbacks):
+        for name in _READERS:
+            method = getattr(owner, name, None)
+            if callable(method) and not isinstance(method, partial):
+                setattr(owner, name, partial(_with_synced_parameters, self, method))
+
+
+def _with_synced_parameters(self: Trainer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    inner = innermost(self.optimizer)
+    with inner.synced_parameters() if follows_plan(inner) else nullcontext():
+        return original(*args, **kwargs)
 
 
 def _save_model(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:

@@ -74,6 +74,15 @@ def is_direct(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg()
 
 
+def overwrite_(tensor: Tensor, values: Tensor) -> None:
+    """Write values of the same shape and dtype; a tensor whose elements share memory, or have none, gets new memory."""
+    repeated = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if repeated or (tensor.numel() and not address_of(tensor)):
+        tensor.data = values
+    else:
+        tensor.copy_(values)
+
+
 def address_of(tensor: Tensor) -> int:
     """Return the address of a tensor's first element; 0 if it has no memory."""
     if type(tensor) not in _PLAIN and isinstance(tensor, FakeTensor):  # torch's isinstance takes as long as an operator

@@ -574,6 +574,9 @@ class Consensus:
         self._unread: StepGradients | None = None  # what the message of a sync tells whether it is finite
         self.read = list[float]()  # the largest variances of the coming step, if it asks for them
         self.comparison = Comparison(states, communicator)
+        self.clipping: tuple[float | Tensor, float] | None = (
+            None  # norm and limit of the averaged gradients of the step
+        )
         self.held_fault: Exception | None = None  # in this rank's gradients since the last sync of 0/1 Adam
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -614,6 +617,7 @@ class Consensus:
         self._agree(gradients, plan, sketched=max_grad_norm > 0 or overflown)
         if max_grad_norm > 0:
             norm = gradients.clip_(max_grad_norm, in_place=given is None)
+            self.clipping = norm, max_grad_norm
             if self.early.enabled:
                 self.early.note_norm(float(norm), max_grad_norm, self._usual, whole=True)
         self._unread = gradients
@@ -634,6 +638,7 @@ class Consensus:
         part = gradients if chosen is None else gradients.of(chosen)
         self._agree(gradients, plan, part, sketched=True)
         norm = part.clip_(max_norm, in_place=True)
+        self.clipping = (norm, max_norm) if whole else None
         if part is not gradients:  # those are finite as before, but their norm is another one
             gradients.squares = None
             gradients.measured_signature = gradients.signature()
@@ -661,7 +666,15 @@ class Consensus:
             self.measured = gradients
         return not self.measured.is_finite()
 
+    def clip_coefficient(self) -> float:
+        """Return the factor by which all gradients of the step under way were clipped; 1 if they were not."""
+        if self.clipping is None:
+            return 1.0
+        norm, max_norm = float(self.clipping[0]), self.clipping[1]
+        return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+
     def end_step(self) -> None:
+        self.clipping = None
         self.noise.add(self._common)
         self.measured, self.at_sync, self._unread, self._overflow = None, None, None, False
         self.read = []

@@ -227,6 +227,15 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what was pickled, and show the state that lies in the buffers: a pickle holds copies of views."""
+        super().__setstate__(state)
+        for group in self._states:
+            for index, param in enumerate(group.params):
+                shown = group.torch_state(index)
+                shown.update({name: value for name, value in self.state[param].items() if name not in shown})
+                self.state[param] = shown
+
     # -- what an algorithm defines -------------------------------------------------------------------------------------
 
     def _begin_buckets(self, plan: StepPlan, states: Sequence[GroupState]) -> None:
@@ -358,7 +367,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._apply(plan, state, bucket, state.masked(bucket, average or next(fresh)))
 
     def _end_warmup(self, plan: StepPlan) -> None:
-        clipped = 1.0 if self.freed is None else self.freed.clipped
+        clipped = 1.0  # with zero_stage=1 gradients are clipped before they are sent
+        if self.freed is not None:
+            clipped = self.freed.clipped
+        elif self.zero_stage == 0 and self.warmup_gradients.in_messages:
+            clipped = self._consensus.clip_coefficient()
         end_warmup_stage(self._states, self._bias_counts, self.variance_floor, clipped)
         sent, norm = self._after_the_switch
         norm = ESTIMATE if self._consensus.clip == "sketch" else norm
@@ -418,6 +431,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if isinstance(norm, Tensor):
             return norm.float()
         return torch.full((), in_float32(norm), dtype=torch.float32, device=self.communicator.device)
+
+    def note_clipping(self, norm: float | Tensor, max_norm: float) -> None:
+        """Record that another function has clipped the averaged gradients of the coming step by their norm."""
+        self._consensus.clipping = norm, max_norm
 
     def skip_step(self) -> None:
         """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""

@@ -190,11 +190,12 @@ def end_warmup_stage(
 ) -> None:
     """Fold the bias corrections into the moments, apply the variance floor, and gather what ranks have shared out.
 
-    The gradients' errors become errors of the momentum b1 m + (1 - b1) g: times 1 - b1. All ranks call.
+    The gradients' errors become errors of the momentum b1 m + (1 - b1) c g: times 1 - b1, and times the clip
+    coefficient c (``clipped``) of gradients that were sent before they were clipped. All ranks call.
     """
     for state in states:
         if state.compressed:
-            factor = (1 - state.options["betas"][0]) * (clipped if state.shared_out else 1.0)
+            factor = (1 - state.options["betas"][0]) * clipped
             state.errors.scale_([factor] * len(state.params))
             freeze = GroupState.freeze_variance if state.moments.shards is None else _gather
             freeze(state, *counts(state), floor)

@@ -60,6 +60,11 @@ class WarmupGradients:
         return self.__dict__ | {"rounds": GradientRounds(), "_known": ([], [], [])}
 
     @property
+    def in_messages(self) -> bool:
+        """True if the gradients of the step under way have travelled as integers."""
+        return self._travelled and self.bits in INTEGER_BITS
+
+    @property
     def _loss_scale(self) -> float:
         told = float(self._tensors[LOSS_SCALE]) if LOSS_SCALE in self._tensors else 1.0
         return told if told > 0 else 1.0

@@ -327,6 +327,30 @@ def test_trainer_trains_in_two_levels(optim: str, tmp_path: Path) -> None:
 ZERO_ONE = {"optim": "zero_one_adam", "optim_args": "var_freeze_step=3,local_step_scaler=1,local_step_clipper=4"}
 
 
+def train_and_read(rank: int, world_size: int, directory: str) -> tuple[list[bool], list[bool]]:
+    """Whether the parameters are alike on all ranks after each step: as they are, and for a method of TRL's."""
+    from transformers import TrainerCallback
+
+    trainer = make_trainer(rank, world_size, Run({**ZERO_ONE, "output_dir": directory}, dropout=0.0))
+    seen: list[bool] = []
+
+    class Reader(TrainerCallback):
+        def sync_target_model(self, model: Any) -> None:
+            seen.append(same_on_all_ranks(model.parameters()))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            self.sync_target_model(model)
+
+    trainer.add_callback(Reader())
+    trainer.train()
+    return trainer.watch.alike, seen
+
+
+def test_code_of_trl_that_reads_parameters_between_syncs_finds_those_of_the_last_one(tmp_path: Path) -> None:
+    for alike, seen in run_ranks(2, train_and_read, str(tmp_path), timeout=120):
+        assert not all(alike) and seen == [True] * 8
+
+
 def train_and_save(rank: int, world_size: int, directory: str, arguments: dict[str, Any], saves: bool) -> Any:
     """Train; rank 0 alone saves its model after every step, and at the end."""
     from transformers import TrainerCallback

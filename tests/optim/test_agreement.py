@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -303,6 +304,15 @@ def test_uneven_inputs_are_refused(rank: int, world_size: int, name: str) -> Non
         with pytest.raises(ValueError, match=f"^{name} does not support uneven inputs.*drop_last=True"):
             with Join([joined]):
                 pass
+
+
+@on_ranks(2)
+def test_adalora_which_prunes_by_gradients_after_a_step_is_refused(rank: int, world_size: int) -> None:
+    adapted = nn.Linear(9, 1)
+    adapted.peft_config = {"default": SimpleNamespace(peft_type="ADALORA")}  # type: ignore[assignment]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(adapted))
+    with pytest.raises(ValueError, match="^AdaLoRA prunes by p.grad .*int4"):
+        hf_compressopt.attach_ddp(model, optimizer_of("OnebitAdam", model.parameters()))
 
 
 @on_ranks(2, timeout=30)

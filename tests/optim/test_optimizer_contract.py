@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.oracles.cases import Case, Problem, flat_params, make_optimizer, make_params, set_gradients
 from tests.oracles.steps import same, tensors_in
 from tests.support.family import FAMILY, optimizer_of, through_a_file
@@ -612,3 +614,35 @@ def test_the_search_sends_only_what_it_can_compare(rank: int, world_size: int, b
         optimizer.step()
         sends = optimizer.metrics()["bytes_sent_step"] > 0
         assert sends == (bound == 13 and (step <= 3 or step > 10))  # of 10 steps never two norms to compare
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_pickled_optimizer_shows_the_state_that_it_trains_with(name):
+    params = [nn.Parameter(torch.ones(8, 5)), nn.Parameter(torch.ones(16))]
+    optimizer = optimizer_of(name, params)
+    for step in range(6):
+        set_random_gradients(params, optimizer, 0, step)
+        optimizer.step()
+        if step in (1, 4):
+            optimizer = pickle.loads(pickle.dumps(optimizer))
+            params = optimizer.trainable_parameters
+    saved = optimizer.state_dict()["state"]
+    for index, param in enumerate(params):
+        shown, held = dict(optimizer.state[param]), dict(optimizer._states[0].torch_state(index))
+        assert int(shown["step"]) == 6
+        assert all(torch.equal(shown[key], held[key]) and torch.equal(shown[key], saved[index][key]) for key in held)
+
+
+@on_ranks(2)
+def test_a_communicator_serves_two_optimizers(rank, world_size):
+    """Each has its own counters."""
+    params = [nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(80))]
+    communicator = TorchCommunicator()
+    both = [optimizer_of("OnebitAdam", [param], communicator=communicator) for param in params]
+    alone = [optimizer_of("OnebitAdam", [nn.Parameter(torch.ones_like(param))]) for param in params]
+    for step in range(4):
+        for optimizer in (*both, *alone):
+            set_random_gradients(optimizer.trainable_parameters, optimizer, rank, step)
+            optimizer.step()
+    sent, expected = ([optimizer.metrics()["bytes_sent"] for optimizer in each] for each in (both, alone))
+    assert sent == expected and all(sent)

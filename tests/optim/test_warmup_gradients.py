@@ -234,6 +234,62 @@ def test_a_loss_scale_that_a_scaler_told_is_in_the_checkpoint(
     assert same(*ends)
 
 
+@pytest.mark.parametrize("bits", [4, 8, 32])
+@pytest.mark.parametrize("own", [False, True])
+@on_ranks(2)
+def test_gradients_of_any_layout_are_averaged_as_plain_ones(rank: int, world_size: int, bits: int, own: bool) -> None:
+    """Lazily negated, expanded, without memory, and transposed: by an optimizer's form, and as parameters."""
+    shape = (64, 80)
+
+    def draw_into(params: list[nn.Parameter], strange: bool) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        values = [torch.randn(shape, generator=generator) for _ in params]
+        values[1], values[2] = values[1][:1].expand(shape), torch.zeros(shape)
+        if strange:
+            values[0], values[2] = (-values[0])._neg_view(), torch._efficientzerotensor(shape)
+            values[3] = values[3].t().contiguous().t()
+        else:
+            values[1] = values[1].contiguous()
+        for param, value in zip(params, values, strict=True):
+            param.grad = value
+
+    ends = []
+    for strange in (False, True):
+        params = [nn.Parameter(torch.ones(shape)) for _ in range(4)]
+        draw_into(params, strange)
+        average_gradients(hf_compressopt.OnebitAdam(params, warmup_bits=bits) if own else params)
+        ends.append([param.grad for param in params])
+        if bits < 32 and not own:
+            draw_into(params, strange)
+            hf_compressopt.GradientCompression(params, f"int{bits}").average_gradients()
+            ends[-1] += [param.grad for param in params]
+    for plain, other in zip(*ends, strict=True):
+        torch.testing.assert_close(plain, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["optimizer", "step"])
+@on_ranks(2)
+def test_errors_of_unclipped_gradients_are_clipped_as_the_momentum_at_the_switch(
+    rank: int, world_size: int, way: str
+) -> None:
+    errors = []
+    for limit in (1e9, 1.0):
+        options = {"max_grad_norm": limit} if way == "step" else {}
+        params, optimizer = make(4, **options)
+        norm = 0.0
+        for step in range(optimizer.freeze_step):
+            give(params, rank, step)
+            average_gradients(optimizer)
+            norm = float(torch.cat([p.grad.flatten() for p in params]).norm())
+            if way == "optimizer":
+                optimizer.clip_grad_norm_(limit)
+            optimizer.step()
+        assert optimizer.plan.stage.number == 1
+        errors.append(optimizer._states[0].errors.worker_values())
+    assert norm > 2 and errors[0].abs().max() > 0
+    torch.testing.assert_close(errors[1], errors[0] / norm, rtol=1e-2, atol=1e-7)
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 

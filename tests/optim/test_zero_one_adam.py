@@ -176,6 +176,23 @@ def test_an_empty_group_keeps_ranks_together_only_if_others_may_have_parameters(
     assert optimizer.metrics()["skipped_steps"] == skipped and dense.isfinite().all()
 
 
+@on_ranks(2)
+def test_param_groups_without_elements_are_harmless(rank: int, world_size: int) -> None:
+    """Alone, and beside a group that has some; 1-bit steps between integers of the variance stage included."""
+    for numels in ([], [0], [0, 0]), ([0], [7]), ([7], [], [0]):
+        groups = [[nn.Parameter(torch.ones(numel)) for numel in group] for group in numels]
+        schedule = {**SCHEDULE, "var_freeze_step": 6}
+        optimizer = ZeroOneAdam([{"params": group} for group in groups], lr=0.01, scale_block=8, **schedule)
+        params = [param for group in groups for param in group]
+        for step in range(1, 13):
+            draw(params, optimizer, rank, step)
+            average_gradients(optimizer)
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+        optimizer.settle_parameters()
+        assert optimizer.metrics()["step"] == 12 and (not params or same_on_all_ranks(params))
+
+
 INSIDE = 10  # the last step taken: 12 is the next sync
 
 
