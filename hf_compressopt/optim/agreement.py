@@ -466,23 +466,22 @@ class Comparison:
         self._communicator.require_equal(what, self.hyperparameters())
 
     def _align(self, step: int) -> None:
-        """Take rank 0's parameters on all ranks if they differ by no more than rounding."""
+        """Take rank 0's parameters on all ranks; differences that are larger than rounding are an error."""
         error: Exception | None = None
-        apart: list[tuple[Communicator, list[GroupState]]] = []
+        apart = False
         with self._communicator.traffic.paused():
             for communicator, states in by_communicator(self._states):
                 everyone = communicator.all_gather_object([_bits(_replicated(state)) for state in states])
-                if any(bits != everyone[0] for bits in everyone):
-                    apart.append((communicator, states))
-                    if _largest_difference(states, step - 1, communicator) > 1:
-                        error = ValueError(
-                            "the parameters of the ranks differ by more than rounding at the end of the warmup stage: "
-                            "average all gradients over the ranks while optimizer.plan.reduce_grads, and start all "
-                            "ranks from the same parameters"
-                        )
-            self._raise_together(error)
-            for communicator, states in apart:
-                _take_first_ranks(states, communicator)
+                if all(bits == everyone[0] for bits in everyone):
+                    continue
+                apart = True
+                if _take_first_ranks(states, step - 1, communicator) > 1:
+                    error = ValueError(
+                        "the parameters of the ranks differ by more than rounding at the end of the warmup stage: "
+                        "average all gradients over the ranks while optimizer.plan.reduce_grads, and start all ranks "
+                        "from the same parameters"
+                    )
+        self._raise_together(error)
         if apart and self._communicator.rank == 0:
             message = "step %d: the ranks' parameters differ by rounding (unlike devices?): all take those of rank 0"
             write_log(logger, logging.WARNING, message, step)
@@ -520,32 +519,27 @@ def _bits(tensors: Iterable[Tensor]) -> int:
     return int(sum(bit_sum(tensor) for tensor in tensors))
 
 
-def _largest_difference(states: Sequence[GroupState], steps: int, communicator: Communicator) -> float:
-    """Compare this rank's parameters, moments and coefficients with rank 0's. All ranks call."""
+def _take_first_ranks(states: Sequence[GroupState], steps: int, communicator: Communicator) -> float:
+    """Replace parameters, moments and coefficients by rank 0's. All ranks call.
+
+    Returns the largest difference on any rank; up to 1 it is what rounding makes in so many steps.
+    """
     worst = torch.zeros((), dtype=torch.float64, device=communicator.device)
     for tensor in (tensor for state in states for tensor in _replicated(state)):
         tolerance = min(_MOST, 8 * math.sqrt(steps) * torch.finfo(tensor.dtype).eps)
         difference = largest = torch.zeros((), dtype=torch.float64, device=tensor.device)
-        for mine in torch.split(tensor.reshape(-1), _CHUNK):
-            first = mine.clone()
-            communicator.broadcast(first)
-            difference = torch.maximum(difference, (mine.double() - first.double()).abs().max())
-            largest = torch.maximum(largest, first.abs().max().double())
+        flat = tensor.reshape(-1)  # a view, or a copy of what has other strides
+        for chunk in torch.split(flat, _CHUNK):
+            before = chunk.double()
+            communicator.broadcast(chunk)
+            difference = torch.maximum(difference, (before - chunk.double()).abs().max())
+            largest = torch.maximum(largest, chunk.abs().max().double())
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
         share = torch.where(difference > 0, difference / (largest * tolerance), 0.0)
         worst = torch.maximum(worst, torch.nan_to_num(share, nan=torch.inf, posinf=torch.inf))
     communicator.all_reduce(worst, op="max").wait()
     return float(worst)
-
-
-def _take_first_ranks(states: Sequence[GroupState], communicator: Communicator) -> None:
-    """Replace parameters, moments and coefficients by rank 0's. All ranks call."""
-    for state in states:
-        for tensor in _replicated(state):
-            flat = tensor.reshape(-1)  # a view, or a copy of what has other strides
-            for chunk in torch.split(flat, _CHUNK):
-                communicator.broadcast(chunk)
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat.view(tensor.shape))
 
 
 def _replicated(state: GroupState) -> Iterator[Tensor]:
