@@ -13,6 +13,7 @@ gets gradients that are not finite, and the errors are as before the step.
 
 # No postponed annotations here: DDP compares those of a hook with the types themselves.
 
+import logging
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable
@@ -32,6 +33,8 @@ from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
 from hf_compressopt.format.index import NODE_SIZE
 from hf_compressopt.kernels.memory import numbers_on
+
+logger = logging.getLogger(__name__)
 
 FORMATS = {"int4": 4, "int8": 8}
 #: Legal values of the option ``state``.
@@ -80,7 +83,7 @@ class GradientCompression:
         layout: Their place in the flat buffers: the last parameter first, as backward brings the gradients.
         traffic: Bytes that were sent.
         steps: Steps whose gradients were exchanged.
-        skipped_steps: Those of them whose gradients were not finite.
+        steps_not_finite: Those of them whose gradients were not finite, which a GradScaler would skip.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class GradientCompression:
         devices = {param.device for param in self.params}
         if len(devices) > 1:
             raise ValueError(f"all parameters must be on one device, got {sorted(map(str, devices))}")
-        self.traffic, self.steps, self.skipped_steps = Traffic(), 0, 0
+        self.traffic, self.steps, self.steps_not_finite = Traffic(), 0, 0
         self._ranks_asked_for = communicator, process_group, wanted
         self._is_compact, self._loss_scale = state == "compact", loss_scale
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
@@ -199,15 +202,15 @@ class GradientCompression:
         """Numbers of the last step and of the run so far, of this rank.
 
         Returns:
-            ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent`` (in the hierarchical topology to other nodes only,
-            beside ``bytes_sent_in_node``); ``compression_ratio`` (bytes that DDP would send for gradients of these
-            dtypes over bytes sent, of the last step; in the hierarchical topology both on the link of a node);
+            ``steps_not_finite``; ``bytes_sent_step`` and ``bytes_sent`` (in the hierarchical topology to other nodes
+            only, beside ``bytes_sent_in_node``); ``compression_ratio`` (bytes that DDP would send for gradients of
+            these dtypes over bytes sent, of the last step; in the hierarchical topology both on the link of a node);
             ``bytes_uncompressed`` and ``bytes_on_link``, both sums for all steps of this process;
             ``seconds_communication`` (host seconds blocked so far).
         """
-        place, skipped = self.communicator.topology, {"skipped_steps": float(self.skipped_steps)}
+        place, spoilt = self.communicator.topology, {"steps_not_finite": float(self.steps_not_finite)}
         full = all_reduce_bytes(self.params, place.world_size)
-        return skipped | self.traffic.metrics(full, self.traffic.step_bytes, place.node_size)
+        return spoilt | self.traffic.metrics(full, self.traffic.step_bytes, place.node_size)
 
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
@@ -228,7 +231,7 @@ class GradientCompression:
             "rank": self.communicator.rank,
             NODE_SIZE: self.communicator.topology.node_size,
             "steps": self.steps,
-            "skipped_steps": self.skipped_steps,
+            "steps_not_finite": self.steps_not_finite,
             "worker_error": self.worker_error,
             "server_error": self.server_error,
         }
@@ -249,7 +252,7 @@ class GradientCompression:
                     "are the parameters the same?"
                 )
         self.errors.copy_(state_dict["worker_error"], state_dict["server_error"])
-        self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
+        self.steps, self.steps_not_finite = state_dict["steps"], state_dict["steps_not_finite"]
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -307,10 +310,25 @@ class GradientCompression:
         self._rounds.begin(self._buckets)
 
     def _finish(self, not_finite: Collection[int]) -> None:
+        if not_finite:
+            self._warn_not_finite()
         self.errors.end_step(bool(not_finite))
-        self.skipped_steps += bool(not_finite)
+        self.steps_not_finite += bool(not_finite)
         self.steps += 1
         self.traffic.end_step()
+
+    def _warn_not_finite(self) -> None:
+        """Say whose gradients were not finite, by what their messages have missed. All ranks call."""
+        missed = self.errors.pending.worker_values()
+        everyone = self.communicator.all_gather_object(not bool(missed.isfinite().all()))
+        if self.communicator.rank == 0:
+            ranks = [rank for rank, found in enumerate(everyone) if found]
+            logger.warning(
+                "step %d: gradients of %s are not finite, and so are their averages on all ranks: an optimizer without "
+                "a GradScaler takes the step all the same, and its parameters become NaN. Errors stay as they were",
+                self.steps + 1,
+                f"rank {', '.join(map(str, ranks))}" if ranks else "a rank",
+            )
 
 
 def bits_of(option: str, value: str) -> int:

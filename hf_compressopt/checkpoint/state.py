@@ -152,7 +152,7 @@ class LowBitState(State):
             **({NODE_SIZE: self._node_size} if self._node_size > 1 else {}),
             "optimizer": self._title,
             "step": compression.steps,
-            "skipped_steps": compression.skipped_steps,
+            "skipped_steps": compression.steps_not_finite,
             "world_size": self.communicator.world_size,
             "bits": compression.bits,
             "bytes_sent": compression.traffic.total_bytes,
@@ -185,7 +185,7 @@ class LowBitState(State):
                     room.server.zero_()
                 if room is not errors:
                     errors.copy_(room.worker, room.server)
-            compression.steps, compression.skipped_steps = values["step"], values["skipped_steps"]
+            compression.steps, compression.steps_not_finite = values["step"], values["skipped_steps"]
             compression.traffic.restore(values["bytes_sent"])
 
         return [tensor for tensor in self._described(names[0], rooms) if tensor.key.kind in saved], commit

@@ -203,6 +203,7 @@ class FSDPCompression:
         self._loss_scale, self._scale = loss_scale, 1.0  # the latter in the pass under way
         self._checked, self._pass = False, -1
         self._faults: list[Tensor] = []
+        self._said_not_finite = 0  # passes whose gradients were not finite that the log has told of
         self._stream: torch.Stream | None = None
         if not self.replicated:
             self._check_ranks()
@@ -218,19 +219,19 @@ class FSDPCompression:
         return [{"params": [param for errors in self.units for param in errors.unit.params]}]
 
     @property
-    def skipped_steps(self) -> int:
+    def steps_not_finite(self) -> int:
         """Passes whose gradients were not finite."""
         return int(self._skipped)
 
-    @skipped_steps.setter
-    def skipped_steps(self, count: int) -> None:
+    @steps_not_finite.setter
+    def steps_not_finite(self, count: int) -> None:
         self._skipped.fill_(count)
 
     def metrics(self) -> dict[str, float]:
         """Numbers of the last pass and of the run so far, of this rank.
 
         Returns:
-            ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent``, of the messages; ``compression_ratio`` (bytes
+            ``steps_not_finite``; ``bytes_sent_step`` and ``bytes_sent``, of the messages; ``compression_ratio`` (bytes
             that FSDP2 would send in the dtype of its gradients, for an all-reduce of the shards or a reduce-scatter of
             the model, over bytes sent, of the last pass); ``bytes_uncompressed`` and ``bytes_on_link``, both sums
             for all passes of this process; ``seconds_communication`` (host seconds blocked so far).
@@ -239,7 +240,15 @@ class FSDPCompression:
         full = (ranks - 1) * reduced * (2 / ranks if self.replicated else 1)
         numbers = self.traffic.metrics(full, self.traffic.step_bytes, node_size=1)
         numbers.pop("bytes_sent_in_node", None)  # inside a replica FSDP2 sends, and does not tell
-        return {"skipped_steps": float(self.skipped_steps), **numbers}
+        if (spoilt := self.steps_not_finite) > self._said_not_finite and self.communicator.rank == 0:
+            logger.warning(
+                "gradients of %d passes since the last report, up to step %d, were not finite, nor were their averages "
+                "on all ranks: an optimizer without a GradScaler takes such steps, and its parameters become NaN",
+                spoilt - self._said_not_finite,
+                self.steps,
+            )
+        self._said_not_finite = spoilt
+        return {"steps_not_finite": float(self.steps_not_finite), **numbers}
 
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
@@ -260,7 +269,7 @@ class FSDPCompression:
         return {
             **self._place(),
             "steps": self.steps,
-            "skipped_steps": self.skipped_steps,
+            "steps_not_finite": self.steps_not_finite,
             "worker_errors": [errors.kept.worker_values() for errors in self.units],
             "server_errors": [errors.kept.server_values() for errors in self.units],
         }
@@ -275,7 +284,7 @@ class FSDPCompression:
         rows = zip(self.units, state_dict["worker_errors"], state_dict["server_errors"], strict=True)
         for errors, worker, server in rows:
             errors.kept.copy_(worker, server)
-        self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
+        self.steps, self.steps_not_finite = state_dict["steps"], state_dict["steps_not_finite"]
 
     def _place(self) -> dict[str, Any]:
         """Return the values that must be the same where the errors are loaded."""

@@ -300,6 +300,14 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
                     stack.enter_context(cast("ZeroOptimizer", optimizer).no_sync())
             yield
 
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Join as Accelerate does; a model whose optimizer all ranks must step together is refused by name."""
+        ids = {id(p) for joined in joinables if isinstance(joined, nn.Module) for p in joined.parameters()}
+        for optimizer in self.our_optimizers() if self.num_processes > 1 else ():
+            if shares(optimizer.trainable_parameters, ids):
+                optimizer.join_hook()
+        return super().join_uneven_inputs(joinables, even_batches)
+
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:

@@ -21,6 +21,7 @@ from tests.oracles.simulation_integers import Simulation
 from tests.support.ddp_runs import backward, hook_beside_loop, make_net
 from tests.support.exchanging import errors_everywhere
 from tests.support.harness import on_ranks, run_ranks, run_ranks_expecting_error, same_on_all_ranks
+from tests.support.logs import log_lines
 from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
 
 SHAPES = [(7, 33), (129,), (0,), (1,), (64, 5), (3, 1, 2)]
@@ -164,8 +165,15 @@ def test_a_value_that_is_not_finite_reaches_all_and_changes_no_error(
     rank: int, world_size: int, node_size: int, bad: float
 ) -> None:
     runs = ([0, 1, 2, 3, 4], [0, 3, 4])
-    spoilt, well = (not_finite(rank, world_size, bad, steps, node_size=node_size) for steps in runs)
-    assert (spoilt.skipped_steps, well.skipped_steps) == (2, 0)
+    with log_lines() as lines:
+        spoilt, well = (not_finite(rank, world_size, bad, steps, node_size=node_size) for steps in runs)
+    said = [line for line in lines if "are not finite, and so are their averages" in line]
+    assert len(said) == (2 if rank == 0 else 0)
+    for step, line in zip((2, 3), said, strict=False):  # the ranks of a node average before they send
+        assert line.startswith(f"step {step}: gradients of rank ") and (
+            node_size > 1 or f"rank {world_size - 1} are" in line
+        )
+    assert (spoilt.steps_not_finite, well.steps_not_finite) == (2, 0)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(spoilt.params, well.params, strict=True))
     assert same_on_all_ranks(p.grad for p in spoilt.params)
 

@@ -1,6 +1,7 @@
 """Accelerate without Trainer: the plug-in, the accelerator class, and an accelerator that exists already."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,22 @@ def test_with_a_foreign_optimizer_it_is_accelerates_own(rank: int, world_size: i
         hosts.take_steps(accelerator, model, optimizer, rank, range(4), clip=1.0)
         found.append(hosts.params_of(accelerator, model))
     assert hosts.equal_params(*found)
+
+
+@on_ranks(2)
+def test_uneven_inputs_are_refused_by_name_unless_gradients_alone_are_compressed(rank: int, world_size: int) -> None:
+    for options, name in (
+        ({"optimizer": "onebit_adam"}, "OnebitAdam"),
+        ({"optimizer": "zero_one_adam"}, "ZeroOneAdam"),
+        ({"optimizer": "onebit_adam", "zero_stage": 2}, "OnebitAdam"),
+        ({"optimizer": "none", "zero_stage": 1}, "ZeroOptimizer"),
+        ({"grad_compression": "int4"}, ""),
+    ):
+        hosts.use_accelerate(rank, world_size)
+        accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=CompressOptPlugin(**options))
+        model = hosts.network()
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        said = f"^{name} does not support uneven inputs.*Accelerate's join_uneven_inputs.*drop_last=True"
+        with pytest.raises(ValueError, match=said) if name else nullcontext():
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                pass
