@@ -45,13 +45,16 @@ class LocalInterval:
     """Averages over the ranks' parameters, and a watch for parameters that someone else has written.
 
     At a sync the parameters follow from the anchor, the parameters at the sync before. Values that others write in
-    between (a loaded model, clamped weights) would be lost. So sums of the parameters' bits are taken after each step
-    and compared before the next one, and a sync after such a write averages the parameters themselves.
+    between (a loaded model, clamped weights) would be lost. A sync after such a write averages the parameters
+    themselves. Writes are seen by torch's version counters, on the host alone. Writes through ``.data``, which torch
+    does not count, are seen beside syncs and saves, where sums of the parameters' bits are compared; elsewhere
+    :meth:`ZeroOneAdam.parameters_replaced` tells of them.
     """
 
     def __init__(self, states: Sequence[GroupState], traffic: Traffic) -> None:
         self.states, self._traffic = states, traffic
-        self._mark: Tensor | None = None  # [parameters] int64; None: whatever the parameters are, they are expected
+        self._mark: Tensor | None = None  # [parameters] int64, the sums of bits that are expected; None: any
+        self._versions: dict[int, int] = {}  # that are expected where there is no mark; by id, so that copies have none
         self._written: Tensor | None = None  # [] bool
         self._alike = False  # the mean is in the place of the ranks' own parameters until the next step
         self._since_sync: dict[int, tuple[float, float]] = {}  # what the groups' lr_sum and decay are, for the host
@@ -79,12 +82,15 @@ class LocalInterval:
 
     # -- values that others write -------------------------------------------------------------------------------------
 
-    def expect(self) -> None:
-        self._mark = self._fingerprint()
+    def expect(self, *, bits: bool = True) -> None:
+        """Expect the present parameters at the next look: in their bits, which a GPU sums, or in their versions."""
+        self._mark = self._fingerprint() if bits else None
+        self._versions = self._present_versions()
 
     def expect_anything(self) -> None:
         """Accept any parameters at the next step, as after a load, and forget earlier writes."""
         self._mark = self._written = None
+        self._versions = {}
         self._alike = False
         for state in self.states:
             state.own_params = None
@@ -92,6 +98,9 @@ class LocalInterval:
     def look(self) -> None:
         """Compare the parameters with the expected ones. No host synchronisation."""
         if self._mark is None:
+            versions = self._present_versions()
+            if versions != self._versions and versions.keys() == self._versions.keys():
+                self._written = torch.ones((), dtype=torch.bool, device="cpu")
             return
         now = self._fingerprint()
         if now.shape == self._mark.shape:
@@ -103,6 +112,9 @@ class LocalInterval:
         if self._written is None:
             return torch.zeros((), dtype=torch.float64, device=device)
         return self._written.to(device, torch.float64)
+
+    def _present_versions(self) -> dict[int, int]:
+        return {id(param): param._version for state in self._compressed for param in state.params}
 
     def _fingerprint(self) -> Tensor:
         sums = [bit_sum(param) for state in self._compressed for param in state.params]
@@ -236,7 +248,7 @@ class ZeroOneAdam(CompressedOptimizer):
     evaluation or a save by all ranks; :meth:`synced_parameters` those of the last sync, for a rank alone. A rank whose
     gradient is not finite takes its steps with its momentum. Parameters that others write inside an interval (a
     loaded model, clamped weights) are averaged in full precision at the next sync, and so are parameters that are
-    frozen inside it.
+    frozen inside it. Call :meth:`parameters_replaced` after writes through ``.data``.
 
     Args:
         params: As for OnebitAdam.
@@ -377,7 +389,8 @@ class ZeroOneAdam(CompressedOptimizer):
             self._local_step(state, None if gradients is None else gradients[state.number])
         if plan.synchronize:
             self._sync(plan, states, written)
-        self._interval.expect()
+        beside_sync = plan.synchronize or self.schedule.plan(plan.step + 1).synchronize
+        self._interval.expect(bits=beside_sync)
 
     def _local_step(self, state: GroupState, grads: Sequence[Tensor | None] | None) -> None:
         """Take (4) and (5) of one group."""
@@ -453,7 +466,8 @@ class ZeroOneAdam(CompressedOptimizer):
     def parameters_replaced(self) -> None:
         """Continue from the present parameters, such as those of a model that was loaded. All ranks call; no messages.
 
-        Without this call the next sync averages the parameters, with one message in full precision.
+        Without this call the next sync averages the parameters, with one message in full precision, if torch has
+        counted the writes; those through ``.data`` in the middle of an interval are lost.
         """
         if self.last_plan.stage is Stage.LOCAL_STEP:
             self._interval.expect_anything()

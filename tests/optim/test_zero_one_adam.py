@@ -260,9 +260,10 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
 
 @pytest.mark.parametrize(
     ("world_size", "write", "last", "way"),
-    [  # at the switch, after a sync, and inside
-        *product([2], WRITES, [2, 8, INSIDE], ["plainly", "averaged", "settled"]),
-        *product([2], ["load"], [2, 8, INSIDE], ["replaced"]),
+    [  # at the switch, after a sync, and before one
+        *product([2], WRITES, [2, 8, INSIDE + 1], ["plainly", "averaged", "settled"]),
+        *product([2], WRITES, [2, 8, INSIDE], ["replaced"]),
+        *product([2], ["load"], [INSIDE], ["plainly", "averaged", "settled"]),  # torch counts these writes
         (1, "load", INSIDE, "plainly"),
     ],
 )
@@ -310,6 +311,23 @@ def save_alone(model: nn.Module, optimizer: ZeroOneAdam, last_sync: Tensor) -> N
     if dist.get_rank() == 0:
         with optimizer.synced_parameters():
             assert torch.equal(flat(model), last_sync)
+
+
+@on_ranks(2)
+def test_local_steps_do_not_look_at_the_parameters(rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of bits are taken and compared before and after a sync alone: four in an interval of four steps."""
+    model, optimizer = make()
+    train(model, optimizer, rank, range(12))
+    looks: list[int] = []
+    fingerprint = optimizer._interval._fingerprint
+
+    def counted() -> Tensor:
+        looks.append(optimizer.last_plan.step)
+        return fingerprint()
+
+    monkeypatch.setattr(optimizer._interval, "_fingerprint", counted)
+    train(model, optimizer, rank, range(12, 20))
+    assert len(looks) == 8 and not optimizer.ranks_are_apart
 
 
 @pytest.mark.parametrize("visit", [swap, swap_averaged, settle, save_alone])
