@@ -16,7 +16,7 @@ gets gradients that are not finite, and the errors are as before the step.
 import logging
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from hf_compressopt.collectives.backward import take_over
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.collectives.feedback import ErrorFeedback
 from hf_compressopt.collectives.gradients import GradientRounds, IntegerBucket, as_it_is
+from hf_compressopt.collectives.sender import SendRecord, check_bucket, listed, note_sent
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
@@ -144,6 +145,7 @@ class GradientCompression:
         self._rounds, self._buckets = GradientRounds(), list[IntegerBucket]()
         self._checked = False
         take_over(self.params, "GradientCompression")
+        self._record = self._answer(rows)
 
     def _connect(self) -> tuple[Communicator, ErrorFeedback]:
         """Return the ranks, and the errors of this one. The first call is one of all ranks together."""
@@ -181,7 +183,18 @@ class GradientCompression:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but what the next step makes anew."""
-        return self.__dict__ | {"_rounds": GradientRounds(), "_buckets": []}
+        return self.__dict__ | {"_rounds": GradientRounds(), "_buckets": [], "_record": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Answer for the parameters of the copy."""
+        self.__dict__.update(state)
+        self._record = self._answer(zip(self.names, self.params, strict=True))
+
+    def _answer(self, named: Iterable[tuple[str, Tensor]]) -> SendRecord:
+        """Answer for the gradients of parameters, those that are frozen now too."""
+        if self.communicator.world_size == 1:
+            return SendRecord("GradientCompression")
+        return SendRecord("GradientCompression", named, self.communicator)
 
     def _check_ranks(self) -> None:
         """Check once that all ranks have the same parameters and options; else a ValueError on all."""
@@ -280,13 +293,25 @@ class GradientCompression:
                     param.grad = torch.zeros_like(param)
                 self._rounds.add(param, param.grad)
             self._rounds.finish(self._finish)
+        note_sent(self.params)
 
     def add_bucket(self, bucket: "dist.GradBucket") -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """Take a bucket of DDP's; :func:`compress_hook` calls it."""
         if self.communicator.world_size == 1:
             self._check_alone()
             return as_it_is(bucket.buffer())
-        return self._rounds.add_ddp_bucket(bucket, self._start, self._finish)
+        if bucket.is_last():
+            note_sent(self.params)
+        return self._rounds.add_ddp_bucket(bucket, self._start, self._finish, self._refuse)
+
+    def _refuse(self, params: Sequence[Tensor]) -> None:
+        """Refuse parameters of a DistributedDataParallel model that have no errors here; alike on all ranks."""
+        names = listed([self._record.name_of(param) for param in params])
+        raise ValueError(
+            f"DistributedDataParallel averages {names}, which GradientCompression does not know as trainable: make "
+            "parameters trainable first, then DistributedDataParallel, and GradientCompression of all its parameters "
+            "(named_parameters()); after another requires_grad_() make both again"
+        )
 
     def _check_alone(self) -> None:
         """Raise if this state took one rank for all: ranks would average nothing."""
@@ -382,6 +407,5 @@ def compress_hook(
     Raises:
         TypeError: If the bucket holds a sparse gradient.
     """
-    if bucket.buffer().is_sparse:
-        raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
+    check_bucket(bucket)
     return state.add_bucket(bucket)

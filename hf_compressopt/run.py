@@ -36,12 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _find_modules_beside(target[0])
     from hf_compressopt.collectives.torch_dist import announced
     from hf_compressopt.integrations.accelerate import adopt_accelerators
+    from hf_compressopt.integrations.plugin import watch_variables, why_unread
     from hf_compressopt.integrations.trainer import note_command_line, register
 
     try:
         announced("WORLD_SIZE")
         register()
         adopt_accelerators()
+        watch_variables()
         note_command_line(argv[1 + is_module :])
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -57,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _tell(error)
         return 2
+    if unread := why_unread():
+        print(f"[hf_compressopt] {unread}", file=sys.stderr)
     return 0
 
 
@@ -65,7 +69,15 @@ def _refuses_an_option(error: ValueError) -> bool:
     codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     package = os.path.dirname(__file__) + os.sep
     ours = [code.co_name for code in codes if code.co_filename.startswith(package)]
-    reads = {"__init__", "__post_init__", "_attach", "_options_of", "check_variables", "_get_optimizer_cls_and_kwargs"}
+    reads = {
+        "__init__",
+        "__post_init__",
+        "_attach",
+        "_options_of",
+        "check_variables",
+        "check_read",
+        "_get_optimizer_cls_and_kwargs",
+    }
     return codes[-1].co_filename.startswith(package) and (not reads.isdisjoint(ours) or ours[-1] == "_train")
 
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.collectives.gradients import GradientBucket, GradientRounds, as_it_is, plain_buckets
+from hf_compressopt.collectives.sender import SendRecord, check_bucket, note_sent
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 
 
@@ -36,6 +37,8 @@ class GradientSync:
         self.optimizers, self.params = tuple(optimizers), tuple(params)
         self.loss_scale: Callable[[], float] | None = None
         self._rounds = GradientRounds()
+        self._record: SendRecord | None = None
+        self._groups = 0  # param groups that the record knows
         self._others: tuple[list[Tensor], list[GradientBucket]] = ([], [])
         self._sends = self._reduces = self._early = False  # in the pass under way
         self._compared = True  # the ranks have compared the optimizers that they bound last
@@ -45,6 +48,19 @@ class GradientSync:
         self.optimizers, self.loss_scale = tuple(optimizers), loss_scale
         self._compared = not optimizers or self.communicator.world_size == 1
         self.communicator.traffic = optimizers[0].traffic if optimizers else Traffic()
+        if self._record is not None:
+            self._record.close()
+        self._record = None
+        if self.optimizers and self.communicator.world_size > 1:
+            self._record = SendRecord(" and ".join(sorted({type(each).__name__ for each in optimizers})))
+            self._answer()
+
+    def _answer(self) -> None:
+        """Answer for the gradients of the optimizers' parameters, in this model or not."""
+        self._groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
+        if self._record is not None:
+            for optimizer in self.optimizers:
+                self._record.add(optimizer.shared_parameters())
 
     def average(
         self,
@@ -53,6 +69,8 @@ class GradientSync:
         """Take a bucket of DDP's, and return the future of its averages; :func:`ddp_hook` calls it."""
         if bucket.index() == 0:
             self._decide()
+        if bucket.is_last():
+            note_sent(self.params)  # every bucket of DDP's came by, with all of its parameters
         if self._sends:
             future = self._rounds.add_ddp_bucket(bucket, self._start)
             if bucket.is_last() and self._early:
@@ -70,6 +88,8 @@ class GradientSync:
             alike = [optimizer.must_be_alike() for optimizer in self.optimizers]
             self.communicator.require_equal("the optimizer that DistributedDataParallel follows, or its options", alike)
             self._compared = True
+        if self._groups != sum(len(optimizer.param_groups) for optimizer in self.optimizers):
+            self._answer()
         plans = [optimizer.plan for optimizer in self.optimizers]
         reduced = [optimizer for optimizer, plan in zip(self.optimizers, plans, strict=True) if plan.reduce_grads]
         low = any(optimizer.warmup_gradients.bits < 32 for optimizer in reduced)
@@ -128,8 +148,7 @@ def ddp_hook(
         TypeError: If the bucket holds a sparse gradient.
         ValueError: If the ranks differ in the gradients that they average, or in how, on all ranks.
     """
-    if bucket.buffer().is_sparse:
-        raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
+    check_bucket(bucket)
     return state.average(bucket)
 
 
@@ -178,9 +197,9 @@ def attach_ddp(
                 f"remove your own comm_hook ({error})"
             ) from error
         model.join_hook = partial(_join_hook, model.join_hook, sync)  # type: ignore[method-assign]
-    sync.bind(optimizers, loss_scale)
     for optimizer in optimizers:
         optimizer.label_parameters(model.module.named_parameters())
+    sync.bind(optimizers, loss_scale)
     return sync
 
 

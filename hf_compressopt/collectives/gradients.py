@@ -10,6 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, groupby
 from typing import Any, ClassVar
 
@@ -19,8 +20,9 @@ from torch import Tensor
 from torch._utils import _take_tensors
 
 from hf_compressopt import kernels
-from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator
 from hf_compressopt.collectives.exchange import BucketErrors, Order, Pipeline, Task, all_reduce, in_runs
+from hf_compressopt.collectives.sender import note_sent, size_of
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment
@@ -196,10 +198,10 @@ class GradientRounds:
             self._order.begin()
         self._grads, self._copies, self._averages, self._pipeline = {}, [], [], Pipeline()
 
-    def add(self, param: Tensor, grad: Tensor | None) -> None:
-        """Hand over the gradient of a parameter; the round overwrites it. One that is in no bucket stays local."""
+    def add(self, param: Tensor, grad: Tensor | None) -> bool:
+        """Hand over the gradient of a parameter; the round overwrites it. False if it is in no bucket of the round."""
         if param not in self._order.of:
-            return
+            return False
         if grad is not None and not (is_direct(grad) and address_of(grad)):
             original, grad = grad, in_memory("the gradient", grad)
             self._copies.append((original, grad))
@@ -207,6 +209,7 @@ class GradientRounds:
         self._order.arrived(param)
         for index in self._order.due():
             self._pipeline.add(self._exchange(self._runs[index]))
+        return True
 
     def _exchange(self, run: list[GradientBucket]) -> Task[None]:
         not_finite, finish = yield from run[0].average(run, self._grads)
@@ -252,10 +255,12 @@ class GradientRounds:
         bucket: dist.GradBucket,  # type: ignore[name-defined]
         start: Callable[[], None],
         done: _Done | None = None,
+        refuse: Callable[[Sequence[Tensor]], None] = lambda params: None,
     ) -> torch.futures.Future[Tensor]:
         """Take the gradients of a bucket of DDP's; messages travel while backward computes further gradients.
 
         The last bucket, or the step, awaits them. No callback starts a collective: all ranks start them in one order.
+        ``refuse`` is called with parameters that are in no bucket of the round; their gradients stay local.
         """
         buffer = bucket.buffer()
         future = _future_on(buffer.device)
@@ -267,8 +272,10 @@ class GradientRounds:
                 "a bucket came before the first one of its step: was the hook registered in a backward pass?"
             )
         self._futures.append((future, buffer))
-        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            self.add(param, _in_order_of(param, grad))
+        rows = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        unknown = [param for param, grad in rows if not self.add(param, _in_order_of(param, grad))]
+        if unknown:
+            refuse(unknown)
         if bucket.is_last():
             if not self._hand_over():
                 self.finish(done)
@@ -344,18 +351,64 @@ def average_gradients(
             if buckets:
                 rounds = form.rounds
                 rounds.begin(buckets, communicator)
-    if communicator.world_size > 1 and params:
+    if communicator.world_size > 1:
         with torch.no_grad():
             _average(params, communicator, rounds)
+        note_sent(params)
+
+
+#: The parameters, by id, of which the ranks have compared the values.
+_COMPARED: dict[tuple[int, ...], None] = {}
+_SPARSE = 1 << 30  # more than any number of parameters
+
+
+@lru_cache(maxsize=16)
+def _digest_of(shapes: tuple[torch.Size, ...], values: tuple[float, ...]) -> int:
+    return zlib.crc32(repr([list(map(list, shapes)), values]).encode()) % DIGEST_BOUND
+
+
+def _values_of_new(params: Sequence[Tensor]) -> tuple[float, ...]:
+    """Return a number that stands for each parameter, if these are averaged for the first time; else nothing."""
+    key = tuple(map(id, params))
+    if key in _COMPARED:
+        return ()
+    if len(_COMPARED) == 16:
+        _COMPARED.pop(next(iter(_COMPARED)))
+    _COMPARED[key] = None
+    return tuple(size_of(param) or 0.0 for param in params)
+
+
+def _check_alike(params: Sequence[Tensor], values: Sequence[float], communicator: Communicator) -> None:
+    """Raise a ValueError on all ranks if they average other parameters, or in another order. All ranks call."""
+    shapes = [list(param.shape) for param in params]
+    everyone = communicator.all_gather_object([shapes, values])
+    others = [rank for rank, (theirs, _) in enumerate(everyone) if theirs != everyone[0][0]]
+    if others:
+        raise ValueError(
+            f"ranks {others} differ from rank 0 in the number, the order or the shapes of the parameters that they "
+            f"average: rank {others[0]} has {len(everyone[others[0]][0])}, rank 0 {len(everyone[0][0])}"
+        )
+    known = [found for _, found in everyone]
+    if all(sorted(found) == sorted(known[0]) for found in known) and any(found != known[0] for found in known):
+        raise ValueError("the ranks average the same parameters in another order: give all of them the same order")
 
 
 def _average(params: Sequence[Tensor], communicator: Communicator, rounds: GradientRounds | None) -> None:
+    missing = sum(p.grad is None for p in params)
     sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in params)
-    present = numbers_on(communicator.device, [*(float(p.grad is not None) for p in params), 2.0 * sparse])
-    communicator.all_reduce(present, op="max").wait()
-    *has_grad, any_sparse = present.tolist()
-    if any_sparse:
+    count = numbers_on(communicator.device, [float(missing + _SPARSE * sparse)], torch.float64)[0]
+    values = _values_of_new(params)
+    digest = _digest_of(tuple(p.shape for p in params), values)
+    (counts, *_), (alike, *_) = communicator.sum_and_compare([count], [digest], None, None)
+    if not alike:
+        _check_alike(params, values, communicator)
+    if counts >= _SPARSE:
         raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
+    has_grad = [True] * len(params)
+    if counts:
+        present = numbers_on(communicator.device, [float(p.grad is not None) for p in params])
+        communicator.all_reduce(present, op="max").wait()
+        has_grad = [bool(found) for found in present.tolist()]
     rows = [p for p, found in zip(params, has_grad, strict=True) if found]
     for p in rows:
         if p.grad is None:
@@ -365,8 +418,8 @@ def _average(params: Sequence[Tensor], communicator: Communicator, rounds: Gradi
             rounds.add(p, p.grad)
         rounds.finish()
         return
-    alike = groupby([p.grad for p in rows if p.grad is not None], key=lambda grad: (grad.dtype, grad.device))
-    buckets = (_take_tensors(list(grads), _BUCKET_BYTES) for _, grads in alike)  # type: ignore[no-untyped-call]
+    by_dtype = groupby([p.grad for p in rows if p.grad is not None], key=lambda grad: (grad.dtype, grad.device))
+    buckets = (_take_tensors(list(grads), _BUCKET_BYTES) for _, grads in by_dtype)  # type: ignore[no-untyped-call]
     for bucket in chain.from_iterable(buckets):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])  # [numel of the bucket]
         flat.mul_(1.0 / communicator.world_size)

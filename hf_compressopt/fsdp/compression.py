@@ -36,9 +36,10 @@ from hf_compressopt.collectives.exchange import (
 )
 from hf_compressopt.collectives.feedback import ErrorFeedback
 from hf_compressopt.collectives.gradients import IntegerBucket
+from hf_compressopt.collectives.sender import SendRecord, listed
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import SIGNS_PER_BYTE, Bucket, FlatLayout, bucket_numel_of, chunk_numel
-from hf_compressopt.fsdp.units import Unit, units_of
+from hf_compressopt.fsdp.units import Unit, outside, units_of
 from hf_compressopt.grad_compression import bits_of, check_place, check_state, scale_of
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment
 from hf_compressopt.optim.math import bit_sum
@@ -191,6 +192,13 @@ class FSDPCompression:
         """Allocate the errors, in 8 bits if they are ``compact``, and hook into FSDP2: see :func:`compress_fsdp`."""
         self.bits, self.traffic, self._bucket_numel = bits, Traffic(), bucket_numel
         self.model, units = model, units_of(model, mesh)
+        if names := outside(model, units):
+            raise ValueError(
+                f"FSDP2 does not manage {listed(names)}, so that nobody averages their gradients: add adapters and "
+                "other parameters before the model is sharded, so that fully_shard takes them too (from_pretrained("
+                "distributed_config=...) shards a base before its adapters can be added: shard by Accelerate's FSDP2), "
+                "or freeze them"
+            )
         device, self.replicated = units[0].device if units else torch.device("cpu"), mesh.ndim == 2
         self.communicator = self.replica = TorchCommunicator(mesh.get_group(0), device=device, traffic=self.traffic)
         if self.replicated:
@@ -198,6 +206,10 @@ class FSDPCompression:
         form = {"compact": compact, "replicated": self.replicated}
         trained = [unit for unit in units if unit.names]
         self.units = [UnitErrors(unit, bucket_numel, self.communicator, bits, **form) for unit in trained]
+        several = next((each for each in (self.communicator, self.replica) if each.world_size > 1), None)
+        self._record = SendRecord("compress_fsdp", communicator=several)
+        for unit in trained:
+            self._record.add(zip(unit.names, unit.params, strict=True))
         self.steps = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._loss_scale, self._scale = loss_scale, 1.0  # the latter in the pass under way

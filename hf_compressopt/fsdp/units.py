@@ -6,7 +6,7 @@ gradients they get, nor that more are to come. This file alone reads that from i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +138,20 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
             numels = tuple(p.padded_sharded_param_size.numel() for p in params)
             found.setdefault(id(group), Unit(known, numels, module, group))
     return list(found.values())
+
+
+def outside(model: nn.Module, units: Iterable[Unit]) -> list[str]:
+    """Name the trainable parameters that FSDP2 does not manage, and whose gradients nobody averages."""
+    managed: set[tuple[int, str]] = set()
+    for info in (param._module_info for unit in units for param in unit.group.fsdp_params):
+        managed.add((id(info.module), info.param_name))
+        managed.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
+    found: list[str] = []
+    for prefix, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.requires_grad and (id(module), name) not in managed:
+                found.append(f"{prefix}.{name}" if prefix else name)
+    return found
 
 
 def _check(group: Any, module: nn.Module, mesh: DeviceMesh) -> None:

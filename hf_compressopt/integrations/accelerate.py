@@ -23,13 +23,13 @@ from hf_compressopt.checkpoint import io
 from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.collectives.backward import guard_torch_clipping
 from hf_compressopt.collectives.ddp import refuse_gradient_readers
+from hf_compressopt.collectives.sender import SendRecord, is_answered_for
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression, MessageOptions
 from hf_compressopt.integrations import log
 from hf_compressopt.integrations.algorithms import (
     Ours,
-    all_parameters,
     follows_plan,
     frees_gradients,
     owns_gradients,
@@ -39,12 +39,11 @@ from hf_compressopt.integrations.algorithms import (
 from hf_compressopt.integrations.models import (
     Models,
     check_distributed_type,
-    check_somebody_averages,
     is_loaded_in_shards,
     undo_evaluation_mode,
     without_compile,
 )
-from hf_compressopt.integrations.plugin import AUTO, CompressOptPlugin
+from hf_compressopt.integrations.plugin import AUTO, UNREAD, CompressOptPlugin
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class Attachment:
     models: Models = field(default_factory=Models)
     partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
     following: set[int] = field(default_factory=set)  # parameters (by id) of compressed optimizers given to prepare
-    without_ddp: set[int] = field(default_factory=set)  # parameters (by id) of models prepared without DDP for them
+    record: SendRecord = field(default_factory=lambda: SendRecord("hf_compressopt"))  # of what no hook answers for
     grad_compression: str = "none"  # for the models of ordinary optimizers
     messages: MessageOptions = field(default_factory=MessageOptions)  # of grad_compression
     gradient_as_bucket_view: bool = True  # in DDP, where gradients travel in messages of this package
@@ -179,8 +178,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             alone: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
             if self.num_processes > 1:
                 refuse_gradient_readers(model, "ZeRO")
-                state.without_ddp |= {id(p) for p in model.parameters()}
-                check_somebody_averages(self.optimizers_inside(), state.without_ddp)
+                state.record.add(model.named_parameters())  # of which other optimizers may have some
             communicator = TorchCommunicator(device=self.device)
             for tensor in (*alone.parameters(), *alone.buffers()):  # as DDP does
                 communicator.broadcast(tensor)
@@ -211,7 +209,6 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             inner.freed.loss_scale = self._loss_scale
         if saves_shards(inner) and self.scaler is not None and not isinstance(self.scaler, GradScaler):
             self.scaler.__class__ = GradScaler
-        check_somebody_averages([inner], state.without_ddp)
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if hasattr(inner, "step_was_skipped"):
             prepared.__class__ = CompressOptAcceleratedOptimizer
@@ -241,7 +238,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         state = self._compressopt
         state.models.release()
         state.lengths.clear()
-        for known in (state.partitioned, state.following, state.without_ddp):
+        state.record.close()
+        for known in (state.partitioned, state.following):
             known.clear()
         return super().free_memory(*objects)
 
@@ -281,7 +279,26 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             logger.warning(message, state.grad_compression)
             state.grad_compression = "none"
         own_hook = getattr(self.ddp_handler, "comm_hook", None)
-        state.models.bind(optimizers, own_hook, self._loss_scale, state.grad_compression, state.messages)
+        waiting = state.following  # for its optimizer
+        state.models.bind(optimizers, own_hook, self._loss_scale, state.grad_compression, state.messages, waiting)
+        if self.num_processes > 1:
+            self._answer(optimizers)
+
+    def _answer(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Answer for the gradients that optimizers have beside those of models with a hook of this package."""
+        state, names = self._compressopt, dict[int, str]()
+        state.record.add(state.models.ignored(), watched=False)
+        for model in self._models:
+            names.update((id(param), name) for name, param in without_compile(model).named_parameters())
+        for optimizer in optimizers:
+            if follows_plan(optimizer):
+                rows = optimizer.shared_parameters()
+            elif state.grad_compression != "none" and not owns_gradients(optimizer):
+                rows = _named_parameters(optimizer)
+            else:
+                continue
+            rows = [row for row in rows if not is_answered_for(row[1])]
+            state.record.add((names.get(id(param), name), param) for name, param in rows)
 
     def _loss_scale(self) -> float:
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
@@ -348,27 +365,21 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             state.checked = True
 
     def _check_attached(self) -> None:
-        """Check at the start of a training that everything is compressed that the user asked for."""
+        """Check at the start of a training that an optimizer of this package trains, if the user asked for one."""
         state, optimizers = self._compressopt, self.optimizers_inside()
-        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        if state.asked and optimizers and not self.our_optimizers():
+        if not state.asked or self.our_optimizers():
+            return
+        if not optimizers:
             raise ValueError(
-                f"{state.asked} was asked for, but {names} trains the model, and nothing is compressed: give the "
-                "accelerator an optimizer that it can replace (AdamW), or one of this package; in a Trainer have "
-                "create_optimizer return such a one. To train without compression leave the option out"
+                f"{state.asked} was asked for, but no optimizer was given to prepare(), and nothing is compressed: "
+                "give the model and its optimizer to one prepare(model, optimizer), and train with what it returns"
             )
-        compressing = optimizers if state.grad_compression != "none" else list(filter(follows_plan, optimizers))
-        wanted = {id(p) for o in compressing if not frees_gradients(o) for p in all_parameters(o) if p.requires_grad}
-        hooked = {id(p) for model in state.models.hooked() for p in model.parameters()}
-        for model in map(without_compile, self._models):
-            if any(id(p) in wanted and id(p) not in hooked for p in model.parameters()):
-                what = names if state.grad_compression == "none" else f"grad_compression={state.grad_compression}"
-                raise ValueError(
-                    f"{what} was asked for, but nothing sends the gradients of {type(model).__name__} in messages of "
-                    "this package: it is no DistributedDataParallel, or was prepared before the option was known. Give "
-                    "the model and its optimizer to one prepare(model, optimizer), and call attach, or "
-                    "hf_compressopt.register(), before that"
-                )
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ValueError(
+            f"{state.asked} was asked for, but {names} trains the model, and nothing is compressed: give the "
+            "accelerator an optimizer that it can replace (AdamW), or one of this package; in a Trainer have "
+            "create_optimizer return such a one. To train without compression leave the option out"
+        )
 
     def _tell(self) -> None:
         """Write to the log what was attached, and after the first step how much less was sent."""
@@ -539,6 +550,15 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
     return [names.get(id(p), name) for p, name in zip(params, chain.from_iterable(own), strict=True)]
 
 
+def _named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    """The parameters of an ordinary optimizer by their names, or numbers and shapes."""
+    rows: list[tuple[str, Tensor]] = []
+    for group in optimizer.param_groups:
+        unnamed = [f"parameter {len(rows) + at} {tuple(p.shape)}" for at, p in enumerate(group["params"])]
+        rows += zip(group.get("param_names", unnamed), group["params"], strict=True)
+    return rows
+
+
 # -- attaching --------------------------------------------------------------------------------------------------------
 
 
@@ -608,6 +628,7 @@ def attach(accelerator: Accelerator, plugin: CompressOptPlugin | None = None) ->
         make_ours(accelerator)
     if plugin is not None:
         accelerator._compressopt.take(plugin)
+        UNREAD.clear()
     return cast("CompressOptAccelerator", accelerator)
 
 

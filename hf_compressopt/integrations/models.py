@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.collectives.ddp import attach_ddp, find_sync
@@ -18,8 +18,6 @@ from hf_compressopt.integrations.algorithms import (
     Ours,
     all_parameters,
     follows_plan,
-    frees_gradients,
-    owns_gradients,
     saves_shards,
     shares,
 )
@@ -58,8 +56,12 @@ class Models:
         loss_scale: Callable[[], float],
         compression: str,
         messages: MessageOptions,
+        waiting: set[int],
     ) -> None:
-        """Give every DDP model its hook: it follows the plan of a compressed optimizer, or sends low-bit messages."""
+        """Give every DDP model its hook: it follows the plan of a compressed optimizer, or sends low-bit messages.
+
+        A model with parameters (by id) of ``waiting`` gets none before its optimizer is there.
+        """
         for model in self._ddp:
             params = {id(p) for p in model.parameters() if p.requires_grad}
             owners = [o for o in optimizers if shares(all_parameters(o), params)]
@@ -71,18 +73,20 @@ class Models:
                     "gradients that stay local for the one would stay local for the other; give all to the first, "
                     "with non_freeze=True for a group that is to stay in full precision"
                 )
-            if compressed:
-                check_no_hook(own_hook, "a compressed optimizer")
-            if compressed or find_sync(model) is not None:
-                attach_ddp(model, *compressed, loss_scale=loss_scale)
             if compressed and compression != "none":
                 raise ValueError(
                     f"grad_compression={compression!r} compresses the gradients of ordinary optimizers, and "
                     f"{type(compressed[0]).__name__} compresses by itself: leave one of the two out"
                 )
-            if owners and compression != "none" and find_compression(model) is None:
+            if compressed:
+                check_no_hook(own_hook, "a compressed optimizer")
+            if compressed or find_sync(model) is not None:
+                attach_ddp(model, *compressed, loss_scale=loss_scale)
+            comes_later = not owners and not params.isdisjoint(waiting)
+            if compression != "none" and not comes_later and find_compression(model) is None:
                 check_no_hook(own_hook, "grad_compression")
-                named, group = model.module.named_parameters(), model.process_group
+                ignored, group = model.parameters_to_ignore, model.process_group  # experts that each rank has
+                named = [(name, p) for name, p in model.module.named_parameters() if name not in ignored]
                 cap = messages.bucket_cap_mb or model.bucket_bytes_cap / 2**20
                 options = {**asdict(messages), "bucket_cap_mb": cap, "loss_scale": loss_scale}
                 state = GradientCompression(named, compression, process_group=group, **options)
@@ -107,11 +111,13 @@ class Models:
                 )
                 self._sharded[state] = None
 
-    def hooked(self) -> list[nn.Module]:
-        """The models whose gradients travel in messages of this package."""
-        syncs = [(model, find_sync(model)) for model in self._ddp]
-        found = [model for model, sync in syncs if find_compression(model) or (sync is not None and sync.optimizers)]
-        return [*found, *(state.model for state in self._sharded)]
+    def ignored(self) -> list[tuple[str, Tensor]]:
+        """The parameters, with their names, that DistributedDataParallel was told not to average."""
+        found: list[tuple[str, Tensor]] = []
+        for model in self._ddp:
+            names = model.parameters_to_ignore
+            found += [(name, param) for name, param in model.module.named_parameters() if name in names]
+        return found
 
     def compressions(self) -> list[GradientCompression | FSDPCompression]:
         return [*filter(None, map(find_compression, self._ddp)), *self._sharded]
@@ -143,17 +149,6 @@ def check_no_hook(hook: Any, name: str) -> None:
             f"{name} needs DDP's communication hook for itself, but the accelerator has one already: "
             f"remove your own comm_hook (DistributedDataParallelKwargs(comm_hook={hook}))"
         )
-
-
-def check_somebody_averages(optimizers: Iterable[torch.optim.Optimizer], without_ddp: set[int]) -> None:
-    """Raise if nobody would average an optimizer's gradients: ``without_ddp`` are parameters (by id) without DDP."""
-    for optimizer in optimizers:
-        alone = owns_gradients(optimizer) or frees_gradients(optimizer)
-        if not alone and shares(all_parameters(optimizer), without_ddp):
-            raise ValueError(
-                f"the model has parameters in a ZeroOptimizer and in {type(optimizer).__name__}, and nobody would "
-                "average the gradients of the latter: give all to ZeroOptimizer, or a ZeroOptimizer to each"
-            )
 
 
 def without_compile(model: nn.Module) -> nn.Module:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_compressopt.grad_compression import FORMATS, GradientCompression, MessageOptions
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES, saves_shards
@@ -262,12 +264,49 @@ def _shared(name: str) -> Any:
 
 def check_variables() -> None:
     """Check that every COMPRESSOPT_... variable is one that the package reads."""
-    legal = [
-        f"COMPRESSOPT_{name}" for name in ("OPTIM", "KERNELS", *(f.name.upper() for f in fields(CompressOptPlugin)))
-    ]
+    legal = _variables()
     for name in sorted(os.environ):
         if name.startswith("COMPRESSOPT_") and name not in (*legal, *_OF_THE_BUILD):
-            raise ValueError(f"no option has the environment variable {name}{did_you_mean(name, legal)}")
+            hint = did_you_mean(name, [*legal, "HF_COMPRESSOPT_KERNELS"])
+            raise ValueError(f"no option has the environment variable {name}{hint}")
+
+
+def _variables() -> list[str]:
+    return [f"COMPRESSOPT_{name}" for name in ("OPTIM", *(f.name.upper() for f in fields(CompressOptPlugin)))]
+
+
+#: Variables of a program that hf_compressopt.run has started, until a Trainer or an Accelerator has taken them.
+UNREAD: list[str] = []
+_READ_ANYWAY = ("COMPRESSOPT_ASYNC_SAVE", "COMPRESSOPT_GRADIENT_AS_BUCKET_VIEW")
+
+
+def watch_variables() -> None:
+    """Raise an error at the first step of an optimizer on several ranks if nothing has read the variables that are set.
+
+    A plain loop reads none of them, and would train in full precision without a word.
+    """
+    UNREAD[:] = [name for name in _variables() if name in os.environ and name not in _READ_ANYWAY]
+    if UNREAD:
+        register_optimizer_step_pre_hook(lambda *_: check_read())
+
+
+def check_read() -> None:
+    """Raise an error if variables are set that nothing has read; on all ranks, whose programs are the same."""
+    if UNREAD and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(why_unread())
+
+
+def why_unread() -> str:
+    """Say which variables nothing has read, and what to do; "" if there are none."""
+    if not UNREAD:
+        return ""
+    given = ", ".join(f"{name}={os.environ.get(name, '')}" for name in UNREAD)
+    return (
+        f"nothing in this program has read {given}: Trainer reads such variables with an optimizer of this package, "
+        "and Accelerate with COMPRESSOPT_OPTIM, COMPRESSOPT_GRAD_COMPRESSION or COMPRESSOPT_ZERO_STAGE. A loop needs "
+        "hf_compressopt.OnebitAdam with attach_ddp, GradientCompression or ZeroOptimizer in the script; else remove "
+        "the variables"
+    )
 
 
 @dataclass

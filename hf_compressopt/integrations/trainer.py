@@ -40,6 +40,7 @@ from hf_compressopt.integrations.models import (
     without_compile,
 )
 from hf_compressopt.integrations.plugin import (
+    UNREAD,
     CompressOptPlugin,
     OptimArgs,
     check_taken,
@@ -198,6 +199,7 @@ def _attach(self: Trainer) -> None:
             raise ValueError(reason)
     if wanted:
         COMMAND_LINE.clear()  # it is read; other Trainers of the script may want nothing
+        UNREAD.clear()
     if "_compressopt" not in vars(self.accelerator) and not self.accelerator._optimizers:
         accelerate.make_ours(self.accelerator)  # at most it has evaluated the model
     elif "_compressopt" not in vars(self.accelerator) and not wanted:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator
+from hf_compressopt.collectives.sender import listed, size_of, sizes_differ
 from hf_compressopt.kernels import SKETCH_NUMEL, Segment, sum_of_squares
 from hf_compressopt.kernels.memory import holds_values, in_memory, numbers_on
 from hf_compressopt.optim.group import GroupState, by_communicator, has_own_groups
@@ -213,7 +214,8 @@ class StepGradients:
         if any(grad is not None for grad in by_param.values()):
             fault = ValueError(
                 "a parameter that was frozen (requires_grad=False) when it was added now has a gradient: the optimizer "
-                "has no state for it; add it with add_param_group once it is trainable"
+                "has no state for it. Make it trainable first, wrap the model in DistributedDataParallel after that, "
+                "and call add_param_group({'params': [parameter]}), which moves it out of its old group"
             )
         for state, mine in zip(states, groups, strict=True):
             fault = fault or find_fault(state.params, mine, state.labels)
@@ -385,6 +387,8 @@ class Comparison:
             if plan.agree:  # else each rank has parameters of its own
                 what = "the bits of their parameters (are they alike at the start?)"
                 self._require_equal(what, lambda state: _bits(state.params))
+            if plan.reduce_grads:
+                self._require_averaged()
             self.checked, self.has_new_groups, self._compared_at = True, False, plan.step
         elif self._compared_at != plan.step and before is not None and before.stage is not plan.stage:
             self.require_same_groups()
@@ -464,6 +468,25 @@ class Comparison:
         """Check that the ranks have the same hyperparameters, else they would drift apart unnoticed."""
         what = "the hyperparameters of their param groups (does each rank's scheduler see the same numbers?)"
         self._communicator.require_equal(what, self.hyperparameters())
+
+    def _require_averaged(self) -> None:
+        """Check that gradients which the caller has to average are alike on all ranks, but for rounding."""
+        shared = [state for state in self._states if state.own_rank is None]
+        rows = [row for state in shared for row in zip(state.labels, state.params, strict=True)]
+        sizes = {name: size_of(param.grad) for name, param in rows}
+        everyone = self._communicator.all_gather_object(sizes)
+        known = sorted({name for found in everyone for name in found})
+        names = [
+            name for name in known if any(sizes_differ(found.get(name), everyone[0].get(name)) for found in everyone)
+        ]
+        if names:
+            raise ValueError(
+                f"nobody has averaged the gradients of {listed(names)}, which differ between the ranks, in a "
+                "step by averaged gradients (optimizer.plan.reduce_grads): call hf_compressopt.average_gradients("
+                "optimizer) between backward() and step(), or train a DistributedDataParallel model, through the "
+                "wrapper, that hf_compressopt.attach_ddp(model, optimizer) knows; give model and optimizer to one "
+                "prepare() in Accelerate"
+            )
 
     def _align(self, step: int) -> None:
         """Take rank 0's parameters on all ranks; differences that are larger than rounding are an error."""

@@ -460,6 +460,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return self.plan_at(self._step + 1)
 
     @property
+    def sends_gradients(self) -> bool:
+        """True if the coming step sends what it needs of local gradients: nobody has to average them before."""
+        return not self.plan.reduce_grads
+
+    @property
     def last_plan(self) -> StepPlan:
         return self.plan_at(max(self._step, 1))
 
@@ -581,6 +586,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group; its state is allocated at once.
 
+        Parameters that were frozen when they were added have no state: trainable now, they may be added again, and
+        leave the group in which they were.
+
         Raises:
             ValueError: For an option outside its range; for parameters on another device; and after the warmup stage,
                 in which a new parameter would have no variance, for a group without ``non_freeze=True``.
@@ -594,8 +602,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         own = param_group.pop("process_group", None)  # the dict itself stays: schedulers may hold it
         if own is not None and isinstance(self._chosen["name"], Communicator):
             raise ValueError("a param group with a process_group of its own needs a communicator that is given by name")
-        super().add_param_group(param_group)
-        options.check_last_group(self.param_groups, one_device=True)
+        with options.without_state_moved(self.param_groups, self.trainable_parameters, param_group):
+            super().add_param_group(param_group)
+            options.check_last_group(self.param_groups, one_device=True)
         group = self.param_groups[-1]
         take_over(group["params"], type(self).__name__)
         device = group["params"][0].device if group["params"] else self.communicator.device
@@ -628,6 +637,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def own_parameters(self) -> list[Tensor]:
         return list(chain.from_iterable(state.params for state in self._states if state.own_rank is not None))
+
+    def shared_parameters(self) -> list[tuple[str, Tensor]]:
+        """The trainable parameters, with their names, that all ranks hold: without those of own_parameters()."""
+        shared = (state for state in self._states if state.own_rank is None)
+        return list(chain.from_iterable(zip(state.labels, state.params, strict=True) for state in shared))
 
     def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
         """Names of the trainable parameters, per group: ``names`` in the order of all of them, or torch's param_names.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -76,6 +77,33 @@ def names_by_group(own: Sequence[Sequence[str]], given: Sequence[str] | None) ->
         )
     rest = iter(names)
     return [[next(rest) for _ in group] for group in own]
+
+
+@contextmanager
+def without_state_moved(
+    groups: Sequence[dict[str, Any]], known: Iterable[Tensor], param_group: dict[str, Any]
+) -> Iterator[None]:
+    """Inside, trainable parameters of a new param group that have no state are in no other group; so for good.
+
+    After an error they are back in their groups.
+    """
+    given = param_group["params"]
+    param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
+    params = [entry[-1] if isinstance(entry, tuple) else entry for entry in given]
+    with_state = {id(param) for param in known}
+    moved = {id(p) for p in params if isinstance(p, Tensor) and p.requires_grad and id(p) not in with_state}
+    before = [(group[key], list(group[key])) for group in groups for key in ("params", "param_names") if key in group]
+    for group in groups:
+        stays = [id(param) not in moved for param in group["params"]]
+        for key in ("param_names", "params"):
+            if key in group:
+                group[key][:] = [entry for entry, kept in zip(group[key], stays, strict=True) if kept]
+    try:
+        yield
+    except BaseException:
+        for entries, old in before:
+            entries[:] = old
+        raise
 
 
 def check_group(group: dict[str, Any], number: int) -> None:

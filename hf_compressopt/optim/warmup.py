@@ -52,7 +52,7 @@ class WarmupGradients:
         self._states, self._communicator, self._follow = groups
         self._assumed_scale = 1.0
         self._travelled = False  # in the step under way
-        self._told = False
+        self._told = self._told_of_parts = False
         self._known: tuple[list[Any], list[Any], list[GradientBucket]] = ([], [], [])  # what buckets were made of
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,6 +96,8 @@ class WarmupGradients:
             if state.own_rank is not None:
                 continue
             whole = here is None or here.issuperset(state.params)
+            if self.bits in INTEGER_BITS and state.compressed and not whole:
+                self._tell_of_parts(state)
             params = [p for p in state.params if p.requires_grad and (here is None or p in here)]
             if self.bits in INTEGER_BITS and state.compressed and whole:
                 for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
@@ -109,6 +111,16 @@ class WarmupGradients:
             bucket_numel = state.layout.bucket_numel
             found += plain_buckets(params, state.communicator, owner, bucket_numel=bucket_numel, dtype=dtype)
         return found
+
+    def _tell_of_parts(self, state: GroupState) -> None:
+        """Warn once that a group is in several models: each has a part, and messages of integers need all of it."""
+        if self._communicator.rank == 0 and not self._told_of_parts:
+            self._told_of_parts = True
+            message = (
+                "param group %d has parameters of several DistributedDataParallel models: in the warmup stage their "
+                "gradients travel in full precision, and not in %d bits. Give each model param groups of its own"
+            )
+            write_log(logger, logging.WARNING, message, state.number, self.bits)
 
     @contextmanager
     def signs(self, plan: StepPlan, variance_floor: float, read: Sequence[float]) -> Iterator[None]:

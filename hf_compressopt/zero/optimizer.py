@@ -86,6 +86,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """
 
     config_class = ZeroConfig  # its fields are keyword arguments of the constructor
+    sends_gradients = True  # during backward, and what is left of them in step()
 
     def __init__(
         self,

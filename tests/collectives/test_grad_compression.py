@@ -15,7 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt import GradientCompression, compress_hook, load_state, save_state
+from hf_compressopt import (
+    GradientCompression,
+    OnebitAdam,
+    average_gradients,
+    compress_hook,
+    ddp_hook,
+    load_state,
+    save_state,
+)
 from hf_compressopt.format.index import CheckpointIndex
 from tests.oracles.simulation_integers import Simulation
 from tests.support.ddp_runs import backward, hook_beside_loop, make_net
@@ -289,6 +297,35 @@ def test_a_resume_in_another_topology_is_warned_of(rank: int, world_size: int, t
 def test_ranks_that_differ_fail_together(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="differ from rank 0 in the options or parameters"):
         GradientCompression([nn.Parameter(torch.zeros(3 + rank))]).average_gradients()
+
+
+@on_ranks(2)
+def test_the_average_of_other_parameters_on_a_rank_fails_on_all(rank: int, world_size: int) -> None:
+    """Other numbers, shapes and orders; then a right call works."""
+    rows = [nn.Parameter(torch.full((5, 3), float(number))) for number in range(3)]
+    other = [nn.Parameter(torch.zeros(3, 5)), *rows[1:]]
+    of_rank_1 = {"same": rows, "fewer": rows[:2], "none": [], "shape": other, "order": rows[::-1], "again": rows}
+    for step, (case, given) in enumerate(of_rank_1.items()):
+        mine = rows if rank == 0 else given
+        for param in mine:
+            param.grad = torch.full_like(param, rank + step)
+        if case in ("same", "again"):
+            average_gradients(mine)
+            assert all(bool((param.grad == step + 0.5).all()) for param in mine)
+        else:
+            words = "in another order" if case == "order" else "number, the order or the shapes"
+            with pytest.raises(ValueError, match=words):
+                average_gradients(mine)
+    with pytest.raises(ValueError, match="number, the order or the shapes"):
+        average_gradients(OnebitAdam(rows[: 2 + rank], warmup_bits=32))
+
+
+@on_ranks(2)
+def test_pythons_reducer_is_refused(rank: int, world_size: int) -> None:
+    """It gives a hook single gradients, as a tuple."""
+    for hook in (compress_hook, ddp_hook):
+        with pytest.raises(ValueError, match="python_reducer"):
+            hook(GradientCompression(zeros()), (torch.zeros(3), nn.Parameter(torch.zeros(3))))
 
 
 @on_ranks(2)

@@ -23,6 +23,7 @@ from tests.support.harness import on_ranks, run_ranks, run_ranks_expecting_error
     ("variables", "optim", "said"),
     [
         ({"COMPRESSOPT_GRAD_COMPRESION": "int4"}, "adamw_torch", "did you mean 'COMPRESSOPT_GRAD_COMPRESSION'"),
+        ({"COMPRESSOPT_KERNELS": "native"}, "adamw_torch", "did you mean 'HF_COMPRESSOPT_KERNELS'"),
         ({"COMPRESSOPT_ZERO_STAGE": "2"}, "adamw_torch", "ZeroOptimizer"),
         (
             {"COMPRESSOPT_GRAD_COMPRESSION": "int4", "COMPRESSOPT_PARAM_COMPRESSION": "int4"},

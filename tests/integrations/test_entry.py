@@ -150,6 +150,31 @@ def test_a_wrong_variable_is_said_before_the_script_starts() -> None:
     assert "optimizer must be one of" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("program", "variables"),
+    [
+        ("plain", {"COMPRESSOPT_GRAD_COMPRESSION": "int4"}),
+        ("plain", {"COMPRESSOPT_OPTIM": "onebit_adam"}),
+        ("plain", {"COMPRESSOPT_ZERO_STAGE": "2"}),
+        ("accelerate", {"COMPRESSOPT_FREEZE_STEP": "2"}),
+    ],
+)
+def test_variables_that_nothing_reads_are_refused(program: str, variables: dict[str, str], tmp_path: Path) -> None:
+    """A loop of the user's with DistributedDataParallel, and Accelerate without a choice of what to compress."""
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\nmodel(torch.ones(2, 4)).sum().backward()\n"
+        "optimizer.step()\nprint('it has trained')\ndist.destroy_process_group()\n"
+    )
+    words = [str(script)] if program == "plain" else [ACCELERATE_SCRIPT, "2"]
+    done = run_python(["-m", "hf_compressopt.run", *words], ranks=2, code=2, **variables)
+    ((name, value),) = variables.items()
+    assert f"nothing in this program has read {name}={value}" in done.stderr
+    assert "it has trained" not in done.stdout and "Traceback" not in done.stderr
+
+
 def test_a_trainer_script_follows_the_same_variables(tmp_path: Path) -> None:
     words = arguments(tmp_path)
     for option in ("--optim", "--optim_args"):

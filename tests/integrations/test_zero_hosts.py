@@ -82,16 +82,10 @@ def test_save_state_and_load_state(how: str, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_what_cannot_be_had_is_refused(rank: int, world_size: int) -> None:
-    def half(model: nn.Module, accelerator: Any) -> list[Any]:
-        adamw = torch.optim.AdamW(model[2].parameters())
-        return [model, ZeroOptimizer(model[0].parameters(), torch.optim.AdamW), adamw]
-
     def model_first(model: nn.Module, accelerator: Any) -> list[Any]:
         return [accelerator.prepare(model), ZeroOptimizer(model.parameters(), torch.optim.AdamW)]
 
     for plugin, objects, message in (
-        (None, half, "nobody would average"),
-        (None, lambda *given: half(*given)[::-1], "nobody would average"),
         (None, model_first, "give both to one prepare"),
         (2, lambda model, _: [torch.optim.LBFGS(model.parameters())], "LBFGS cannot be partitioned"),
     ):

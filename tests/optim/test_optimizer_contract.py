@@ -386,6 +386,27 @@ def test_groups_are_taken_in_every_step_of_the_first_stage_and_refused_after_it(
     assert name == "ZeroOneAdam" or same_on_all_ranks(params)
 
 
+def test_parameters_that_were_frozen_move_into_a_group_of_their_own():
+    """As the error says that a gradient of theirs raises; after an error they are where they were."""
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    params[1].requires_grad_(False)
+    optimizer = OnebitAdam([(f"p{number}", param) for number, param in enumerate(params)], freeze_step=8)
+    params[1].requires_grad_(True)
+    for param in params:
+        param.grad = torch.ones(4)
+    with pytest.raises(ValueError, match=r"call add_param_group\({'params': \[parameter\]}\)"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="lr must be >= 0, got -1"):
+        optimizer.add_param_group({"params": [("p1", params[1])], "lr": -1.0})
+    assert optimizer.param_groups[0]["params"] == params
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [("p0", params[0])]})
+    optimizer.add_param_group({"params": [("p1", params[1])]})
+    assert [group["param_names"] for group in optimizer.param_groups] == [["p0", "p2"], ["p1"]]
+    optimizer.step()
+    assert all(bool((param < 1).all()) for param in params)
+
+
 def test_group_added_in_the_compressed_stage():
     """A new group has no variance, so only a non_freeze group is accepted; a refused group leaves no trace."""
     params, optimizer = make_one()

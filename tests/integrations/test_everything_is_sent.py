@@ -1,0 +1,521 @@
+"""No gradient is used that nobody sent: it is averaged, or every rank raises with the name of its parameter.
+
+Each situation leaves something out of what is hooked, in each entry and with each method that can meet it.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_compressopt
+from hf_compressopt import (
+    CompressOptAccelerator,
+    CompressOptPlugin,
+    GradientCompression,
+    ZeroOptimizer,
+    attach_ddp,
+    average_gradients,
+    compress_fsdp,
+    compress_hook,
+)
+from tests.support import trainer_runs as hosts
+from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
+from tests.support.logs import log_lines
+
+STEPS = 4
+
+
+class Method(NamedTuple):
+    """How the gradients travel: in low-bit messages for AdamW, or by an optimizer; ``named`` in Trainer."""
+
+    compression: str = ""
+    optimizer: str = ""
+    options: dict[str, Any] = {}
+    named: str = ""
+    first: int = 0  # step from which something is left out
+
+
+ADAM = {"lr": 1e-2}
+METHODS = {
+    "int4": Method("int4"),
+    "int8": Method("int8"),
+    "onebit_adam": Method("", "OnebitAdam", {"freeze_step": 100}, "onebit_adam"),
+    "onebit_adam, frozen": Method("", "OnebitAdam", {"freeze_step": 1}, "onebit_adam", first=2),
+    "onebit_adam, late": Method("", "OnebitAdam", {"freeze_step": 1, "clip": "late"}, "onebit_adam", first=2),
+    "zero_one_adam": Method("", "ZeroOneAdam", {"local_step_scaler": 100}, "zero_one_adam"),
+    "onebit_lamb": Method("", "OnebitLamb", {"freeze_step": 100}, "onebit_lamb"),
+    "zero_stage=1": Method("", "OnebitAdam", {"freeze_step": 2, "zero_stage": 1}, "onebit_adam"),
+    "zero_stage=2": Method("", "OnebitAdam", {"freeze_step": 2, "zero_stage": 2, "clip": "late"}, "onebit_adam"),
+    "zero1_adamw": Method("", "ZeroOptimizer", {"stage": 1}, "zero1_adamw"),
+    "zero2_adamw": Method("", "ZeroOptimizer", {"stage": 2}, "zero2_adamw"),
+}
+HOOKED = ["int4", "int8", "onebit_adam", "onebit_adam, frozen", "onebit_adam, late", "zero_one_adam", "onebit_lamb"]
+
+
+class Net(nn.Module):
+    """A body, a head, and an adapter that is a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, adapter: Any = None) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        return self.head(hidden if adapter is None else hidden + adapter(x)).square().mean()
+
+
+def adapter_of() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(8, 8)
+
+
+def batch(step: int) -> Tensor:
+    seed = 100 * torch.distributed.get_rank() + step
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def optimizer_of(method: Method, params: Any) -> Any:
+    if method.compression:
+        return torch.optim.AdamW(params, **ADAM)
+    if method.optimizer == "ZeroOptimizer":
+        return ZeroOptimizer(params, torch.optim.AdamW, **ADAM, **method.options)
+    return getattr(hf_compressopt, method.optimizer)(params, **ADAM, **method.options)
+
+
+def wrapped(method: Method, model: nn.Module, optimizer: Any) -> Any:
+    """The model in a DistributedDataParallel that has the method's hook."""
+    ddp = DistributedDataParallel(model)
+    if method.compression:
+        ddp.register_comm_hook(GradientCompression(model.named_parameters(), method.compression), compress_hook)
+    else:
+        attach_ddp(ddp, optimizer)
+    return ddp
+
+
+Trained = tuple[list[Tensor], Callable[[int], None]]  # parameters, and a step
+
+
+def stepping(method: Method, optimizer: Any, right: Callable[[int], Any], wrong: Callable[[int], Any]) -> Any:
+    """A function that takes a step, by a loss of which something is left out from the method's first step on."""
+
+    def step(number: int) -> None:
+        loss = (right if number < method.first else wrong)(number)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+# -- a loop of the user's with DistributedDataParallel ----------------------------------------------------------------
+
+
+def ddp_forward_around(method: Method) -> Trained:
+    model = Net()
+    optimizer = optimizer_of(method, model.named_parameters())
+    ddp = wrapped(method, model, optimizer)
+    return list(model.parameters()), stepping(method, optimizer, lambda n: ddp(batch(n)), lambda n: model(batch(n)))
+
+
+def ddp_part_around(method: Method) -> Trained:
+    """Both: a backward through the wrapper, and another one around it."""
+    model = Net()
+    optimizer = optimizer_of(method, model.named_parameters())
+    ddp = wrapped(method, model, optimizer)
+
+    def wrong(number: int) -> Tensor:
+        ddp(batch(number)).backward()
+        return model(batch(number + 50))
+
+    return list(model.parameters()), stepping(method, optimizer, lambda n: ddp(batch(n)), wrong)
+
+
+def ddp_module_outside(method: Method) -> Trained:
+    model, adapter = Net(), adapter_of()
+    optimizer = optimizer_of(method, [*model.named_parameters("model"), *adapter.named_parameters("adapter")])
+    ddp = wrapped(method, model, optimizer)
+    params = [*model.parameters(), *adapter.parameters()]
+    return params, stepping(method, optimizer, lambda n: ddp(batch(n), adapter), lambda n: ddp(batch(n), adapter))
+
+
+def ddp_adapter_around(method: Method) -> Trained:
+    """LoRA in a module and a DistributedDataParallel of its own, whose forward nobody calls."""
+    model, adapter = Net().requires_grad_(False), adapter_of()
+    optimizer = optimizer_of(method, adapter.named_parameters("adapter"))
+    ddp = wrapped(method, adapter, optimizer)
+    right, wrong = (lambda n: model(batch(n), ddp)), (lambda n: model(batch(n), adapter))
+    return list(adapter.parameters()), stepping(method, optimizer, right, wrong)
+
+
+def ddp_unfrozen(method: Method, *, again: bool) -> Trained:
+    """The body is made trainable later; ``again``: DistributedDataParallel is made anew then, with the old state."""
+    model = Net()
+    model.body.requires_grad_(False)
+    optimizer = optimizer_of(method, model.named_parameters())
+    ddp = wrapped(method, model, optimizer)
+    hook, state = ddp._comm_hooks[0][0], ddp._comm_hooks[0][1]
+
+    def wrong(number: int) -> Tensor:
+        nonlocal ddp
+        if not model.body.weight.requires_grad:
+            model.body.requires_grad_(True)
+            if again:
+                ddp = DistributedDataParallel(model)
+                ddp.register_comm_hook(state, hook)
+        return ddp(batch(number))
+
+    return list(model.parameters()), stepping(method, optimizer, lambda n: ddp(batch(n)), wrong)
+
+
+def ddp_one_group_of_two(method: Method) -> Trained:
+    """A param group over two models, each with a DistributedDataParallel and a hook."""
+    model, adapter = Net(), adapter_of()
+    optimizer = optimizer_of(method, [*model.named_parameters("model"), *adapter.named_parameters("adapter")])
+    first, second = wrapped(method, model, optimizer), wrapped(method, adapter, optimizer)
+    params = [*model.parameters(), *adapter.parameters()]
+    return params, stepping(method, optimizer, lambda n: first(batch(n), second), lambda n: first(batch(n), second))
+
+
+def ddp_no_sync(method: Method) -> Trained:
+    """A step all of whose backward passes were under no_sync."""
+    model = Net()
+    optimizer = optimizer_of(method, model.named_parameters())
+    ddp = wrapped(method, model, optimizer)
+
+    def wrong(number: int) -> Any:
+        with ddp.no_sync():
+            ddp(batch(number)).backward()
+        return torch.zeros((), requires_grad=True)
+
+    return list(model.parameters()), stepping(method, optimizer, lambda n: ddp(batch(n)), wrong)
+
+
+# -- a loop of the user's without DistributedDataParallel -------------------------------------------------------------
+
+
+def plain_not_averaged(method: Method) -> Trained:
+    model = Net()
+    optimizer = optimizer_of(method, model.named_parameters())
+    state = GradientCompression(model.named_parameters(), method.compression) if method.compression else None
+
+    def right(number: int) -> Tensor:
+        model(batch(number)).backward()
+        average_gradients(optimizer) if state is None else state.average_gradients()
+        return torch.zeros((), requires_grad=True)
+
+    return list(model.parameters()), stepping(method, optimizer, right, lambda n: model(batch(n)))
+
+
+# -- Accelerate -------------------------------------------------------------------------------------------------------
+
+
+def accelerator_of(method: Method) -> Any:
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    hosts.use_accelerate(rank, world_size)
+    plugin = CompressOptPlugin(grad_compression=method.compression) if method.compression else None
+    return CompressOptAccelerator(cpu=True, compressopt_plugin=plugin)
+
+
+def accelerated(accelerator: Any, method: Method, optimizer: Any, right: Any, wrong: Any) -> Any:
+    def step(number: int) -> None:
+        accelerator.backward((right if number < method.first else wrong)(number))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def accelerate_forward_around(method: Method) -> Trained:
+    accelerator, model = accelerator_of(method), Net()
+    optimizer = optimizer_of(method, model.named_parameters())
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    wrong = lambda n: accelerator.unwrap_model(prepared)(batch(n))  # noqa: E731
+    params = list(model.parameters())
+    return params, accelerated(accelerator, method, optimizer, lambda n: prepared(batch(n)), wrong)
+
+
+def accelerate_module_outside(method: Method) -> Trained:
+    accelerator, model, adapter = accelerator_of(method), Net(), adapter_of()
+    optimizer = optimizer_of(method, [*model.named_parameters("model"), *adapter.named_parameters("adapter")])
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    loss = lambda n: prepared(batch(n), adapter)  # noqa: E731
+    params = [*model.parameters(), *adapter.parameters()]
+    return params, accelerated(accelerator, method, optimizer, loss, loss)
+
+
+def accelerate_adapter_around(method: Method) -> Trained:
+    accelerator, model, adapter = accelerator_of(method), Net().requires_grad_(False), adapter_of()
+    optimizer = optimizer_of(method, adapter.named_parameters("adapter"))
+    prepared, optimizer = accelerator.prepare(adapter, optimizer)
+    right, wrong = (lambda n: model(batch(n), prepared)), (lambda n: model(batch(n), adapter))
+    return list(adapter.parameters()), accelerated(accelerator, method, optimizer, right, wrong)
+
+
+def accelerate_optimizer_unprepared(method: Method) -> Trained:
+    accelerator, model = accelerator_of(method), Net()
+    optimizer = optimizer_of(method, model.named_parameters())
+    prepared = accelerator.prepare(model)
+    loss = lambda n: prepared(batch(n))  # noqa: E731
+    return list(model.parameters()), accelerated(accelerator, method, optimizer, loss, loss)
+
+
+def accelerate_half_partitioned(method: Method) -> Trained:
+    """A model with one half in this optimizer, and the other in AdamW."""
+    accelerator, model = accelerator_of(method), Net()
+    optimizer = optimizer_of(method, model.body.named_parameters("body"))
+    plain = torch.optim.AdamW(model.head.parameters(), **ADAM)
+    prepared, optimizer, plain = accelerator.prepare(model, optimizer, plain)
+
+    def step(number: int) -> None:
+        accelerator.backward(prepared(batch(number)))
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+
+    return list(model.parameters()), step
+
+
+def accelerate_plugin_without_an_optimizer(method: Method) -> Trained:
+    """The plug-in is to make the optimizer, but AdamW never comes to ``prepare``."""
+    hosts.use_accelerate(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    chosen: dict[str, Any] = (
+        {"zero_stage": int(method.named[4])} if method.named[4].isdigit() else {"optimizer": method.named}
+    )
+    accelerator, model = CompressOptAccelerator(cpu=True, compressopt_plugin=CompressOptPlugin(**chosen)), Net()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    prepared = accelerator.prepare(model)
+    loss = lambda n: prepared(batch(n))  # noqa: E731
+    return list(model.parameters()), accelerated(accelerator, method, optimizer, loss, loss)
+
+
+# -- Trainer ----------------------------------------------------------------------------------------------------------
+
+
+def trainer_of(method: Method, folder: str, **more: Any) -> Any:
+    hosts.use_accelerate(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    from transformers import Trainer
+
+    hf_compressopt.register()
+
+    class Around(Trainer):
+        """Its loss is of the model itself, as PPO-like trainers have it."""
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            outside = self.state.global_step >= method.first
+            return super().compute_loss(self.model if outside else model, inputs, *args, **kwargs)
+
+    options = {"grad_compression": method.compression} if method.compression else method.options
+    given = {key: value for key, value in options.items() if key != "stage"}
+    words = ",".join(f"{key}={value}" for key, value in given.items())
+    own = {"optim": method.named or "adamw_torch", "optim_args": words or None, "max_steps": STEPS}
+    args = hosts.trainer_arguments(output_dir=folder, max_grad_norm=0.0, **own)
+    return Around(model=hosts.small_model(dropout=0.0), args=args, train_dataset=hosts.tokens(), **more)
+
+
+def trainer_forward_around(method: Method, folder: str) -> Trained:
+    trainer = trainer_of(method, folder)
+    return list(trainer.model.parameters()), lambda n: trainer.train() if n == 0 else None
+
+
+# -- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+def sharded(model: nn.Module) -> Any:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    return mesh
+
+
+def fsdp_adapter_beside_shards(method: Method) -> Trained:
+    """A base that is sharded when it is loaded gets its adapter afterwards."""
+    model = Net()
+    mesh = sharded(model)
+    model.adapter = adapter_of()
+    compress_fsdp(model, mesh, method.compression)
+    raise AssertionError("compress_fsdp took it")
+
+
+def fsdp_module_outside(method: Method) -> Trained:
+    model, adapter = Net(), adapter_of()
+    compress_fsdp(model, sharded(model), method.compression)
+    optimizer = torch.optim.AdamW([*model.named_parameters("model"), *adapter.named_parameters("adapter")], **ADAM)
+    loss = lambda n: model(batch(n), adapter)  # noqa: E731
+    return list(adapter.parameters()), stepping(method, optimizer, loss, loss)
+
+
+# -- the matrix -------------------------------------------------------------------------------------------------------
+
+#: Methods whose steps send gradients that are each rank's own: nothing has to be sent before.
+STEP_SENDS = ["onebit_adam, frozen", "onebit_adam, late", "zero_stage=1", "zero_stage=2", "zero1_adamw", "zero2_adamw"]
+ALL, LOW = list(METHODS), ["int4", "int8"]
+
+
+class Situation(NamedTuple):
+    """How to make it, with which methods, what errors name, and the methods that average nevertheless."""
+
+    make: Callable[..., Trained]
+    methods: list[str]
+    named: str
+    averaged: list[str] = []
+
+
+SITUATIONS = {
+    "DDP: forward goes around": Situation(ddp_forward_around, HOOKED, "body.weight", STEP_SENDS),
+    "DDP: one of two passes goes around": Situation(ddp_part_around, HOOKED, "body.weight", STEP_SENDS),
+    "DDP: a module outside": Situation(ddp_module_outside, HOOKED, "adapter.weight"),
+    "DDP: an adapter whose wrapper is not called": Situation(ddp_adapter_around, HOOKED, "weight", STEP_SENDS),
+    "DDP: trainable later": Situation(partial(ddp_unfrozen, again=False), HOOKED, "body.weight|a parameter that was"),
+    "DDP: trainable later, DDP made anew": Situation(
+        partial(ddp_unfrozen, again=True), HOOKED, "body.weight|a parameter that was"
+    ),
+    "DDP: a group over two models": Situation(ddp_one_group_of_two, HOOKED, "", HOOKED),
+    "DDP: a step under no_sync": Situation(ddp_no_sync, HOOKED, "body.weight", STEP_SENDS),
+    "plain: nobody averages": Situation(plain_not_averaged, ALL, "body.weight", STEP_SENDS),
+    "Accelerate: forward goes around": Situation(accelerate_forward_around, ALL, "body.weight", STEP_SENDS),
+    "Accelerate: a module outside": Situation(
+        accelerate_module_outside, ALL, "adapter.weight", [name for name in ALL if "zero" in name and "one" not in name]
+    ),
+    "Accelerate: an adapter whose wrapper is not called": Situation(
+        accelerate_adapter_around, ALL, "weight", STEP_SENDS
+    ),
+    "Accelerate: the optimizer is not prepared": Situation(
+        accelerate_optimizer_unprepared, ALL, "body.weight got", [name for name in ALL if name != "zero_stage=2"]
+    ),
+    "Accelerate: the plug-in gets no optimizer": Situation(
+        accelerate_plugin_without_an_optimizer,
+        ["onebit_adam", "zero_one_adam", "onebit_lamb", "zero1_adamw", "zero2_adamw"],
+        "no optimizer was given to prepare",
+    ),
+    "Accelerate: half of the model in AdamW": Situation(
+        accelerate_half_partitioned, ALL, "head.weight|the model has parameters in .* and in AdamW", LOW
+    ),
+    "Trainer: forward goes around": Situation(trainer_forward_around, ALL, "transformer.wte.weight", STEP_SENDS),
+    "FSDP2: an adapter beside the shards": Situation(fsdp_adapter_beside_shards, LOW, "adapter.weight"),
+    "FSDP2: a module outside": Situation(fsdp_module_outside, LOW, "adapter.weight"),
+}
+
+
+def outcome(situation: str, name: str, folder: str) -> str:
+    """What became of it on this rank: "averaged", "apart" or the error."""
+    make, method = SITUATIONS[situation].make, METHODS[name]
+    arguments = (method, folder) if situation.startswith("Trainer") else (method,)
+    try:
+        params, step = make(*arguments)
+        for number in range(STEPS):
+            step(number)
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "averaged" if same_on_all_ranks(params) else "apart"
+
+
+def outcomes(rank: int, world_size: int, situation: str, folder: str) -> dict[str, str]:
+    names = enumerate(SITUATIONS[situation].methods)
+    return {name: outcome(situation, name, f"{folder}/{number}") for number, name in names}
+
+
+@pytest.mark.invariant(39)
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_gradient_is_averaged_or_every_rank_raises_with_its_name(situation: str, tmp_path: Path) -> None:
+    ranks = run_ranks(2, outcomes, situation, str(tmp_path), timeout=150)
+    row = SITUATIONS[situation]
+    for name in row.methods:
+        found = [rank[name] for rank in ranks]
+        print(f"{situation:50} {name:20} {found[0]:.80}")  # pytest -s prints the matrix
+        if name in row.averaged:
+            assert found == ["averaged"] * 2, (name, found)
+        else:
+            assert all(re.search(row.named, text) and "Error: " in text for text in found), (name, found)
+
+
+@on_ranks(2)
+def test_a_group_over_two_models_says_that_it_travels_in_full(rank: int, world_size: int) -> None:
+    with log_lines() as lines:
+        _, step = ddp_one_group_of_two(METHODS["onebit_adam"])
+        step(0)
+        step(1)
+    told = [line for line in lines if "has parameters of several DistributedDataParallel models" in line]
+    assert len(told) == (rank == 0)
+
+
+# -- what must stay quiet ---------------------------------------------------------------------------------------------
+
+
+def quiet_generator_and_discriminator(compression: str) -> Trained:
+    """A GAN: the generator's pass leaves gradients in the discriminator that nobody sends, and that are dropped."""
+    generator, discriminator = Net(), Net()
+    models, optimizers = [], []
+    for net in (generator, discriminator):
+        models.append(wrapped(METHODS[compression], net, None))
+        optimizers.append(torch.optim.AdamW(net.parameters(), **ADAM))
+
+    def step(number: int) -> None:
+        loss = models[0](batch(number)) + discriminator(batch(number))  # around the discriminator's wrapper
+        loss.backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        optimizers[1].zero_grad(set_to_none=number % 2 == 0)
+        models[1](batch(number)).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+
+    return [*generator.parameters(), *discriminator.parameters()], step
+
+
+def quiet_two_ways(compression: str) -> Trained:
+    """One optimizer for a model in low-bit messages and one that DistributedDataParallel averages by itself."""
+    model, adapter = Net(), adapter_of()
+    first = wrapped(METHODS[compression], model, None)
+    second = DistributedDataParallel(adapter)
+    optimizer = torch.optim.AdamW([*model.parameters(), *adapter.parameters()], **ADAM)
+    loss = lambda n: first(batch(n), second)  # noqa: E731
+    return [*model.parameters(), *adapter.parameters()], stepping(METHODS[compression], optimizer, loss, loss)
+
+
+def quiet_accumulation(compression: str) -> Trained:
+    model = Net()
+    ddp = wrapped(METHODS[compression], model, None)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+
+    def right(number: int) -> Tensor:
+        with ddp.no_sync():
+            ddp(batch(number)).backward()
+        return ddp(batch(number + 50))
+
+    return list(model.parameters()), stepping(METHODS[compression], optimizer, right, right)
+
+
+def quiet_experts(compression: str) -> Trained:
+    """An expert of which each rank has its own, with an optimizer of its own; both of one seed."""
+    model, expert = Net(), adapter_of()
+    ddp = wrapped(METHODS[compression], model, None)
+    optimizers = [torch.optim.AdamW(part.parameters(), **ADAM) for part in (model, expert)]
+
+    def step(number: int) -> None:
+        ddp(batch(number), expert).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return list(model.parameters()), step
+
+
+QUIET = (quiet_generator_and_discriminator, quiet_two_ways, quiet_accumulation, quiet_experts)
+
+
+@on_ranks(2)
+def test_gradients_that_nobody_uses_or_others_average_are_no_error(rank: int, world_size: int) -> None:
+    for make in QUIET:
+        params, step = make("int4")
+        for number in range(STEPS):
+            step(number)
+        assert same_on_all_ranks(params), make.__name__
