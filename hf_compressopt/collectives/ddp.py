@@ -85,8 +85,8 @@ class GradientSync:
     def _decide(self) -> None:
         """Decide how the gradients of the coming pass travel: by DDP's own all-reduce, otherwise, or not at all."""
         if not self._compared:  # before a message that a rank with other options would not understand
-            alike = [optimizer.must_be_alike() for optimizer in self.optimizers]
-            self.communicator.require_equal("the optimizer that DistributedDataParallel follows, or its options", alike)
+            for optimizer in self.optimizers:
+                optimizer.require_same_options()
             self._compared = True
         if self._groups != sum(len(optimizer.param_groups) for optimizer in self.optimizers):
             self._answer()

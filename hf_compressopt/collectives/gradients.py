@@ -341,6 +341,7 @@ def average_gradients(
     else:
         if process_group is not None:
             raise ValueError("process_group belongs to parameters: an optimizer knows its own ranks")
+        optimizer_or_params.require_same_options()
         if not optimizer_or_params.plan.reduce_grads:
             return
         own = {id(p) for p in optimizer_or_params.own_parameters()}  # step() averages these over their own ranks

@@ -404,7 +404,7 @@ class Comparison:
             found.append([*map(float, numbers), bool(group["bias_correction"]), bool(group["eps_inside_sqrt"])])
         return found
 
-    def now(self) -> list[Any]:
+    def snapshot(self) -> list[Any]:
         """Return what a small message compares of the param groups: what may change between two steps."""
         if self._layouts[0] != len(self._states):
             shared = [state for state in self._states if state.own_rank is None]
@@ -424,8 +424,8 @@ class Comparison:
         shared = (state for state in self._states if state.own_rank is None)
         return ["".join("01"[param.requires_grad] for param in state.params) for state in shared]
 
-    def require_same_now(self) -> None:
-        """Raise on all ranks if they differ in what :meth:`now` returns. All ranks call."""
+    def require_same_snapshot(self) -> None:
+        """Raise on all ranks if they differ in what :meth:`snapshot` returns. All ranks call."""
         self.require_same_groups()
         self.require_same_hyperparameters()
         everyone = self._communicator.all_gather_object(self.trained())
@@ -594,6 +594,7 @@ class Consensus:
         self.clipping: tuple[float | Tensor, float] | None = (
             None  # norm and limit of the averaged gradients of the step
         )
+        self._limit: float | None = None  # to which the gradients of the step are clipped
         self.held_fault: Exception | None = None  # in this rank's gradients since the last sync of 0/1 Adam
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -642,6 +643,7 @@ class Consensus:
 
     def clip_(self, plan: StepPlan, max_norm: float, parameters: Iterable[Tensor] | None) -> float | Tensor:
         """Clip the gradients of the coming step that are in no message yet. Returns the norm before."""
+        self._limit = float(max_norm)
         gradients = self._collect(None, ask=self.asks(plan) and self.are_local(plan))
         gradients.reuse(self.measured)
         chosen = None if parameters is None else list(parameters)
@@ -691,7 +693,7 @@ class Consensus:
         return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
     def end_step(self) -> None:
-        self.clipping = None
+        self.clipping = self._limit = None
         self.noise.add(self._common)
         self.measured, self.at_sync, self._unread, self._overflow = None, None, None, False
         self.read = []
@@ -735,7 +737,8 @@ class Consensus:
         elif mean is not None and self.at_sync is None:
             self.at_sync = mean
         if alike and not alike[0]:
-            self.comparison.require_same_now()
+            self.comparison.require_same_snapshot()
+            self.communicator.require_equal("the norm to which they clip (max_norm)", self._limit)
             self.early.agree()
             for each in (gradients, part):
                 each.left = self.early.left(gradients.groups)
@@ -749,16 +752,16 @@ class Consensus:
         if self.held_fault is None:
             self.held_fault = fault
             message = (
-                "step %d: rank %d cannot use its gradients; it steps with its momentum up to the next sync, where "
+                "step %d: rank %d cannot use its gradients; it steps with its momentum up to the next sync, where all "
+                "ranks raise: %s"
             )
-            message += "all ranks raise: %s"
             write_log(logger, logging.ERROR, message, plan.step, self.communicator.rank, fault)
 
     def _exchange(
         self, gradients: StepGradients, plan: StepPlan, squares: Sequence[Tensor], mean: MeanNorm | None
     ) -> tuple[list[float], list[bool]]:
         """Exchange the one small message of a step: norms, faults, what must be alike. Returns the squared norms."""
-        digests: list[int | Tensor] = [digest_of([self.comparison.now(), self.early.signature])]
+        digests: list[int | Tensor] = [digest_of([self.comparison.snapshot(), self.early.signature, self._limit])]
         if not plan.reduce_grads:
             # one in every step: a resumed run, which compares once more, sends the uninterrupted one's bytes
             digests.append(self.second_digest(plan, gradients.groups))

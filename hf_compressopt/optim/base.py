@@ -138,6 +138,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     _open: set[str] | None = None  # of a schedule that is to be fitted, the options that keep their values
     _fitted_to: int | None = None
     _bytes_compared = False
+    _options_compared = False
 
     def __init__(
         self,
@@ -307,6 +308,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         plan, before = self.plan, self.last_plan if self._step > 0 else None
         self._consensus.comparison.check(plan, before, self.must_be_alike)
         return plan
+
+    def require_same_options(self) -> None:
+        """Raise on all ranks, before the first message, if they differ in class, step or options. All ranks call."""
+        if not self._options_compared:
+            self.communicator.require_equal("the optimizer, its step or its options", self.must_be_alike())
+            self._options_compared = True
 
     def must_be_alike(self) -> list[Any]:
         """Return what the ranks compare before the first step: class, step and options, as JSON holds them."""

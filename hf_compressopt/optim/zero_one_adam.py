@@ -420,13 +420,13 @@ class ZeroOneAdam(CompressedOptimizer):
         """Return whether parameters were written on any rank, and whether this rank's gradients are finite."""
         states = [state for state in self._states if state.compressed and state.own_rank is None]
         so_far = [self._interval.since_sync(state) for state in states]
-        digest = digest_of((self._consensus.comparison.now(), so_far))
+        digest = digest_of((self._consensus.comparison.snapshot(), so_far))
         # two in every message that is counted: a resumed run, which compares once more, sends the same bytes
         digests = digest, self._consensus.second_digest(plan, gradients)
         written = self._interval.written(self.communicator.device)
         anywhere, usable, alike = self._consensus.compare_at_sync(written, digests)
         if not alike[0]:
-            self._consensus.comparison.require_same_now()
+            self._consensus.comparison.require_same_snapshot()
             self.communicator.require_equal("their learning rates since the last sync", so_far)
         self._consensus.heed_second(plan, alike[1:], usable=usable)
         return anywhere, usable

@@ -255,6 +255,20 @@ def test_gradients_whose_norm_is_too_large_are_clipped_or_skipped(
         assert optimizer.metrics()["skipped_steps"] == (options.get("clip") != "local")
 
 
+@on_ranks(2, timeout=30)
+def test_ranks_that_clip_to_other_norms_fail_together(rank: int, world_size: int) -> None:
+    param = nn.Parameter(torch.ones(40))
+    optimizer = optimizer_of("OnebitAdam", [param])
+    for step in range(4):
+        draw([param], optimizer, rank, step)
+        if step == 3:
+            with pytest.raises(ValueError, match=r"^ranks \[1\] differ from rank 0 in the norm to which they clip"):
+                optimizer.clip_grad_norm_(1.0 + rank)
+        else:
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+
+
 @pytest.mark.parametrize("option", [("state", "compact", "float32"), ("clip", "local", "sketch"), ("zero_stage", 0, 1)])
 @on_ranks(2, timeout=30)
 def test_ranks_with_different_options_fail_together(rank: int, world_size: int, option: tuple[Any, ...]) -> None:
@@ -317,12 +331,23 @@ def test_adalora_which_prunes_by_gradients_after_a_step_is_refused(rank: int, wo
         hf_compressopt.attach_ddp(model, optimizer_of("OnebitAdam", model.parameters()))
 
 
+@pytest.mark.parametrize("options", [{"warmup_bits": 32}, {"zero_stage": 1}, {"bucket_cap_mb": 1.0}])
 @on_ranks(2, timeout=30)
-def test_ddp_with_other_warmup_bits_on_a_rank_is_an_error_on_all(rank: int, world_size: int) -> None:
-    model = nn.parallel.DistributedDataParallel(nn.Linear(9, 1))
-    hf_compressopt.attach_ddp(model, optimizer_of("OnebitAdam", model.parameters(), warmup_bits=(4, 32)[rank]))
-    with pytest.raises(ValueError, match=r"^ranks \[1\] differ from rank 0 in the optimizer that Distributed"):
-        model(torch.ones(2, 9)).sum().backward()
+def test_other_options_on_a_rank_are_an_error_on_all_before_the_first_message(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
+    for with_ddp in (True, False):
+        model: nn.Module = nn.Linear(9, 1)
+        if with_ddp:
+            model = nn.parallel.DistributedDataParallel(model)
+        optimizer = optimizer_of("OnebitAdam", model.parameters(), **(options if rank == 1 else {}))
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            hf_compressopt.attach_ddp(model, optimizer)
+        with pytest.raises(
+            ValueError, match=r"^ranks \[1\] differ from rank 0 in the optimizer, its step or its options"
+        ):
+            model(torch.ones(2, 9)).sum().backward()
+            hf_compressopt.average_gradients(optimizer)
 
 
 @pytest.mark.parametrize("clip", ["", "clip"])
