@@ -9,18 +9,27 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
+from hf_compressopt.integrations.deepspeed_options import (
+    ANY,
+    BECOMES,
+    DIFFERS,
+    LOST,
+    RULES,
+    SAME,
+    Rule,
+    Target,
+    as_given,
+    number,
+)
 from hf_compressopt.integrations.plugin import read_optim_args, text_options
 from hf_compressopt.zero.optimizer import ZeroOptimizer
-
-#: The kinds of rows of a translation.
-BECOMES, SAME, DIFFERS, LOST = KINDS = ("becomes", "same", "differs", "lost")
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,8 @@ _OPTIMIZERS |= dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam"), "fused_a
 _SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine_with_min_lr"}
 
 
-def facts_of(config: dict[str, Any], ranks: int | None, same_arithmetic: bool) -> dict[str, Any]:
+def facts_of(config: dict[str, Any], ranks: int | None, same_arithmetic: bool) -> SimpleNamespace:
+    """Return what the conditions, remarks and values of the rules know of a configuration."""
     get, params = config.get, "optimizer.params."
     stage, norm = get("zero_optimization.stage"), get(f"{params}max_grad_norm")
     if isinstance(stage, bool) or stage not in (None, 0, 1, 2, 3):
@@ -114,36 +124,35 @@ def facts_of(config: dict[str, Any], ranks: int | None, same_arithmetic: bool) -
     sections = dict.fromkeys(option.split(".")[0] for option in config)
     optional = ("fp16", "bf16", "tensorboard", "wandb")  # off if nothing is said
     off = [name for name in sections if name.isidentifier() and not get(f"{name}.enabled", name not in optional)]
-    return {
-        **{name: name == optim for name in OPTIMIZERS},
-        "optim": optim,
-        "unknown": "" if optim else kind,
-        "known": ", ".join([*OPTIMIZERS, *ZERO_NAMES]),
-        "compressed": compressed,
-        "as_deepspeed": compressed and same_arithmetic,
-        "heeded": " ".join(name for name in legal if name not in unheeded),
-        "mpi": get(f"{params}comm_backend_name") == "mpi",
-        "unclipped": unclipped,
-        "norm": optim and not unclipped and norm != _AUTO,
-        "stage": stage,
-        "zero": stage in (1, 2) and not compressed,
-        "adamw": optim in ("", "adamw_torch"),
-        "prescaled": get("prescale_gradients"),
-        "missing": missing,
-        "size": size,
-        "ranks": ranks,
-        "schedule": _SCHEDULES.get(schedule.lower()),
-        "unscheduled": "" if schedule.lower() in _SCHEDULES else schedule,
-        "cosine": schedule.lower() == "warmupcosinelr",
-        "off": " ".join(f"{name}.*" for name in off),
-    }
+    return SimpleNamespace(
+        optim=optim,
+        unknown="" if optim else kind,
+        known=", ".join([*OPTIMIZERS, *ZERO_NAMES]),
+        compressed=compressed,
+        as_deepspeed=compressed and same_arithmetic,
+        heeded=" ".join(name for name in legal if name not in unheeded),
+        mpi=get(f"{params}comm_backend_name") == "mpi",
+        unclipped=unclipped,
+        norm=optim and not unclipped and norm != _AUTO,
+        stage=stage,
+        zero=stage in (1, 2) and not compressed,
+        adamw=optim in ("", "adamw_torch"),
+        prescaled=get("prescale_gradients"),
+        missing=missing,
+        size=size,
+        ranks=ranks,
+        schedule=_SCHEDULES.get(schedule.lower()),
+        unscheduled="" if schedule.lower() in _SCHEDULES else schedule,
+        cosine=schedule.lower() == "warmupcosinelr",
+        off=" ".join(f"{name}.*" for name in off),
+    )
 
 
 def _missing_size(options: dict[str, Any], ranks: int | None) -> tuple[str, int | None]:
     """Return which of the two factors of train_batch_size is missing, and its value, if it follows from the others."""
 
     def whole(name: str) -> int:
-        value = _number(name, options[name])
+        value = number(name, options[name])
         if value < 1 or value != int(value):
             raise ValueError(f'{name} must be a whole number >= 1 or "auto", got {value!r}')
         return int(value)
@@ -159,101 +168,39 @@ def _missing_size(options: dict[str, Any], ranks: int | None) -> tuple[str, int 
     return missing, total // divisor
 
 
-class Rule(NamedTuple):
-    """A row of deepspeed.txt, which describes the columns."""
-
-    facts: list[str]
-    section: str
-    options: str
-    kind: str
-    targets: list[str]
-    remark: str
-
-
-def _fitting(rule: Rule, config: dict[str, Any], facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the options that a row is for, and their values, or DeepSpeed's for options that are left out."""
-    for pattern in rule.options.format(**facts).split():
-        path, _, text = (rule.section + pattern).partition("=")
-        wanted = _literal(text) if text else None
-        if path.endswith(":") and path[:-1] not in config:
-            yield path[:-1], wanted
+def _fitting(rule: Rule, config: dict[str, Any], facts: SimpleNamespace) -> Iterator[tuple[str, Any]]:
+    """Yield the options that a rule is for, and their values, or DeepSpeed's for options that are left out."""
+    options: str = rule.options(facts) if callable(rule.options) else rule.options
+    for name in options.split():
+        path = rule.section + name
+        if rule.default is not ANY and path not in config:
+            yield path, rule.default
         for option, value in config.items():
-            if (option == path or fnmatchcase(f"{option}.", path)) and (not text or value == wanted):
+            fits = option == path or fnmatchcase(f"{option}.", path)
+            if fits and (rule.value is ANY or value == rule.value):
                 yield option, value
 
 
-def _row(rule: Rule, t: Translation, option: str, value: Any, given: bool, facts: dict[str, Any]) -> Row:
-    targets = rule.targets or [option.split(".")[-1]] * (rule.kind == BECOMES)
-    made = [_target(*target.format(**facts).partition("=")) for target in targets]
+def _row(rule: Rule, t: Translation, option: str, value: Any, given: bool, facts: SimpleNamespace) -> Row:
+    targets = rule.targets or (option.split(".")[-1],) * (rule.kind == BECOMES)
+    made = [_target(target, facts) for target in targets]
     if value == _AUTO and any(callable(new) for _, new in made):
         flags = [name for name, _ in made if name.startswith("--")]
         remark = "Trainer's flag decides, as before" if flags else "left out: the default here is used"
         return Row(option, value, SAME, " ".join(flags), remark, given)
     words = [t.set(name, new(option, value) if callable(new) else new) for name, new in made]
-    remark = rule.remark.format(**facts) or ("" if given or option == facts["missing"] else "DeepSpeed's default")
+    remark = rule.remark.format_map(vars(facts)) or ("" if given or option == facts.missing else "DeepSpeed's default")
     return Row(option, value, rule.kind, " ".join(filter(None, words)), remark, given)
 
 
-def _target(name: str, equals: str, text: str) -> tuple[str, Any]:
+def _target(target: Target, facts: SimpleNamespace) -> tuple[str, Any]:
     """Return what to set, and the value, or a function that makes it of an option and the option's value."""
-    word = text if equals else "number" if name.startswith("--") else "value"
-    return name, _VALUES.get(word) or _literal(text)
+    if isinstance(target, str):
+        return target, number if target.startswith("--") else as_given
+    name, value = target
+    return name, value.format_map(vars(facts)) if isinstance(value, str) else value
 
 
-def _number(option: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
-        raise ValueError(f'{option} must be a finite number or "auto", got {value!r}')
-    return value
-
-
-def _beta(index: int, option: str, value: Any) -> Any:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise ValueError(f"{option} must be 2 numbers, got {value!r}")
-    return _number(option, value[index])
-
-
-def _power(option: str, value: Any) -> float:
-    if not 0 <= _number(option, value) <= 126:
-        raise ValueError(f"{option} must be from 0 to 126, got {value!r}")
-    return float(2.0**value)
-
-
-_VALUES: dict[str, Callable[[str, Any], Any]] = {
-    "value": lambda option, value: value,
-    "number": _number,
-    "int": lambda option, value: int(_number(option, value)),  # 5e8 is an int too
-    "float": lambda option, value: float(_number(option, value)),
-    "power": _power,
-    "beta1": partial(_beta, 0),
-    "beta2": partial(_beta, 1),
-    "min_lr_rate": lambda option, value: json.dumps({"min_lr_rate": value}),
-}
-
-
-def _literal(text: str) -> Any:
-    """Return a value as JSON writes it, or the word itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _read() -> Iterator[Rule]:
-    common, section = list[str](), ""
-    for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
-        cell, *columns = (cell.strip() for cell in line.removeprefix("==").split("|"))
-        *facts, options = cell.split("?")
-        own = " ".join(facts).split()
-        if line.startswith("=="):
-            common, section = own, options.strip()
-        elif not line.startswith("#"):
-            words = columns[0].split()
-            kind = words.pop(0) if words[0] in KINDS else BECOMES
-            yield Rule(common + own, section, options, kind, words, "".join(columns[1:]))
-
-
-#: The rows of deepspeed.txt.
-RULES = list(_read())
 _TITLES = {BECOMES: "What becomes what", DIFFERS: "What is different", SAME: "Nothing to do", LOST: "No counterpart"}
 _TORCH_CLASSES = {"sgd": "SGD", "adagrad": "Adagrad"}
 
@@ -344,11 +291,11 @@ def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmet
     given = dict(_options("", {{"bfloat16": "bf16"}.get(name, name): value for name, value in config.items()}))
     options = {name: value for name, value in given.items() if value is not None}
     facts, translation = facts_of(options, ranks, same_arithmetic), Translation()
-    config, said = options | ({facts["missing"]: facts["size"]} if facts["size"] else {}), set[str]()
+    config, said = options | ({facts.missing: facts.size} if facts.size else {}), set[str]()
     for rule in RULES:
-        if all(bool(facts[fact.lstrip("!")]) != fact.startswith("!") for fact in rule.facts):
+        if rule.when(facts):
             for option, value in _fitting(rule, config, facts):
-                if option not in said:  # by the first row of deepspeed.txt that fits it
+                if option not in said:  # by the first rule that fits it
                     said.add(option)
                     translation.rows.append(_row(rule, translation, option, value, option in options, facts))
     translation.rows += [Row(name, None, SAME, "", "not set") for name in given if name not in options]

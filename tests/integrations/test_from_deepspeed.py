@@ -308,10 +308,9 @@ ZERO_OPTIONS = (
 
 
 def test_every_option_is_accounted_for() -> None:
-    paths = {rule.section + name.partition("=")[0].rstrip(":*.") for rule in RULES for name in rule.options.split()}
-    sections = {
-        name[:-2] for rule in RULES for name in rule.options.split() if name.endswith(".*") and not rule.section
-    }
+    named = [(rule.section, name) for rule in RULES if isinstance(rule.options, str) for name in rule.options.split()]
+    paths = {section + name.rstrip("*.") for section, name in named}
+    sections = {name[:-2] for section, name in named if name.endswith(".*") and not section}
     everything = {name: dict.fromkeys(("enabled", "something"), True) for name in sections}
     zero = {path.split(".")[1]: True for path in paths if path.startswith("zero_optimization.") and "stage" not in path}
     zero |= dict.fromkeys(ZERO_OPTIONS, "auto")
