@@ -3,14 +3,20 @@
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.launching import REPO_ROOT, run, run_python
 
 SCRIPTS = REPO_ROOT / "scripts"
+sys.path.append(str(SCRIPTS))
+
+from benchmark_host import HostCopies  # noqa: E402
+
 KINDS = ["OnebitAdam", "ZeroOneAdam", "OnebitLamb", "int4 gradients", "DDP", "DDP, int4 gradients", "ZeRO-2"]
 #: Numbers that lie in host memory anyway are not awaited.
 WAITS = {"OnebitAdam": 1, "ZeroOneAdam": 1, "OnebitLamb": 1, "int4 gradients": 1, "DDP, int4 gradients": 1, "ZeRO-2": 1}
@@ -36,6 +42,19 @@ def test_calls_that_wait_for_a_device_are_counted(tmp_path: Path) -> None:
     rows = host_times(tmp_path / "syncs.json", "--syncs")
     assert rows["backward alone"] == rows["all_reduce, clip, AdamW"] == rows["DDP"] == {}
     assert {name: sum(rows[name].values()) for name in WAITS} == WAITS
+
+
+def test_copies_between_host_memory_and_the_device_are_counted() -> None:
+    gradient = torch.ones(3)
+    with HostCopies(counts := Counter()):
+        steps = torch.zeros(3, device="cpu")
+        later = steps[1:] + 1  # in host memory too
+        assert counts == {}
+        there = later.to(gradient.device)
+        gradient[1:].copy_(later)
+        gradient[1:].copy_(there)  # which is on the device now
+        later.to(gradient.device, non_blocking=True)
+    assert counts == {"to": 1, "copy_": 1}
 
 
 @pytest.mark.full
