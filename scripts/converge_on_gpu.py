@@ -148,7 +148,10 @@ def train(
     graphs, curve, loss_sum = False, [], torch.zeros((), device=device)
     interval = math.ceil(settings.steps / EVALUATIONS)
     for step, batch in enumerate(batches(text["train"], settings.steps, model.batch, settings.seed, 0, 1), start=1):
-        parts = batch["input_ids"].chunk(world_size)
+        tokens = batch["input_ids"]
+        if device.type == "cuda":
+            tokens = tokens.pin_memory().to(device, non_blocking=True)  # the host does not wait for the steps before
+        parts = tokens.chunk(world_size)
         if step == 1 and device.type == "cuda":
             graphs = capture_all(replicas, parts)
         for replica, part in zip(replicas, parts, strict=True):

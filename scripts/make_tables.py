@@ -299,15 +299,9 @@ def status() -> str:
     """What the README says of GPUs."""
     lines = [line for line in on_gpu("proof") if line["ok"] is not None]
     if not lines:
-        return "Tested on CPUs; nothing has run on a\nGPU yet (the CUDA kernels are tested in an emulation)."
+        return "Tested on\nCPUs; nothing has run on a GPU yet (the CUDA kernels are tested in an emulation)."
     well = sum(line["ok"] for line in lines)
-    return f"Tested on CPUs, and on one\nGPU ({gpu_name()}): {well} of {len(lines)} checks passed there."
-
-
-def note_of_benchmarks() -> str:
-    if not on_gpu("proof"):
-        return "**Nothing here has run on a GPU.** `make gpu-proof` runs everything there in ten minutes."
-    return "Only [these tables](#on-a-gpu) are of a GPU."
+    return f"Tested on\nCPUs, and on one GPU ({gpu_name()}): {well} of {len(lines)} checks passed there."
 
 
 def gpu_benchmarks() -> str:
@@ -317,8 +311,7 @@ def gpu_benchmarks() -> str:
     ]
     steps = [line for line in on_gpu("proof") if line.get("what") == "step" and "gpu_ms" in line]
     if not steps:
-        what = "kernels against the memory's speed, and steps of 124 and 355 million"
-        return f"**Not run.** `make gpu-proof` measures {what}\nparameters.\n"
+        return "**Nothing here has run on a GPU**: `make gpu-proof` is ready.\n"
     speeds = [["kernel", "ms", "GB/s", "of the roofline"]]
     for line in kernels:
         rate = f"{line['gb_per_s']:.0f}"
@@ -332,15 +325,14 @@ def gpu_benchmarks() -> str:
         times.append([line["step"], *place, *numbers, f"{line['bytes_per_parameter']:.1f}"])
     head = f"{gpu_name()}. Kernels on {kernels[0]['numel']:,} elements, with gradients and parameters in bfloat16:"
     then = "Steps by gradients that are there already: times, waits and launches of a rank, whose messages are copies."
-    return f"{head}\n\n{markdown(speeds)}\n{then}\n\n{markdown(times)}"
+    return f"## On a GPU\n\n{head}\n\n{markdown(speeds)}\n{then}\n\n{markdown(times)}"
 
 
 def gpu_losses() -> str:
     """Losses of runs on a GPU against AdamW's at the same seeds, which ran on one rank with the same batch."""
     found = on_gpu("convergence")
     if not found:
-        what = "models of 10 million parameters on one GPU, with 8 ranks in one process"
-        return f"**Not run.** `make gpu-proof` trains {what}.\n"
+        return "Nothing was trained on a GPU: `make gpu-proof` is ready.\n"
     lines = [["model", "ranks", "steps", "method", "seeds", "loss", "against AdamW", "fewer bytes"]]
     for key in dict.fromkeys((row["model"], row["world_size"], row["steps"], row["name"]) for row in found):
         model, ranks, steps, name = key
@@ -353,12 +345,11 @@ def gpu_losses() -> str:
             cells = [percent(against(name, "AdamW", ranks, alike)), f"{fewer(name, ranks, alike):.1f}x"]
         lines.append([model, str(ranks), f"{steps:,}", name, str(len(mine)), f"{loss:.4f}", *cells])
     batch = f"{found[0]['tokens_per_step']:,} tokens per step"
-    return f"{found[0]['device']}, {batch}, none of them twice, bfloat16 autocast:\n\n{markdown(lines)}"
+    return f"## On a GPU\n\n{found[0]['device']}, {batch}, none of them twice, bfloat16 autocast:\n\n{markdown(lines)}"
 
 
 TEXTS: dict[str, Callable[[], str]] = {
     "gpu status": status,
-    "gpu note": note_of_benchmarks,
     "gpu benchmarks": gpu_benchmarks,
     "gpu losses": gpu_losses,
 }

@@ -41,7 +41,7 @@ def test_the_rehearsal_on_a_cpu_passes(tmp_path: Path) -> None:
 def test_a_part_that_has_no_time_or_no_gpu_is_named(tmp_path: Path) -> None:
     code, lines, _ = proof(tmp_path, "--minutes", "0.01")
     assert code == 0 and [(line["part"], line["ok"]) for line in lines] == [(part, None) for part in "ABCDEF"]
-    code, lines, _ = proof(tmp_path, "--minutes", "1", "--part", "E")
+    code, lines, _ = proof(tmp_path, "--minutes", "2", "--part", "E")
     assert code == 0 and [line["what"] for line in lines] == ["ncu", "end"]
 
 
@@ -55,7 +55,7 @@ def test_a_path_that_fails_spoils_no_other() -> None:
 def test_a_verdict_names_what_is_wrong() -> None:
     def ranks(**second: Any) -> list[dict[str, Any]]:
         part = {"digest": "a", "losses": [2.0, 1.0], "waits_in_backward": 0}
-        return [{"seconds": 1.0, "native": one, "reference": part} for one in (part, part | second)]
+        return [{"seconds": 1.0, "native": part | more, "reference": part} for more in ({}, second)]
 
     assert verdict("OnebitAdam", ranks(), "cuda")["ok"]
     assert "other parameters" in verdict("OnebitAdam", ranks(digest="b"), "cuda")["error"]
