@@ -21,7 +21,7 @@ from pathlib import Path
 REPO_ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = REPO_ROOT / "hf_compressopt"
 #: Files of the package beside its modules.
-_DATA = ("py.typed", "deepspeed.txt")
+_DATA = ("py.typed",)
 HEADER = PACKAGE / "kernels" / "csrc" / "compressopt.h"
 LIBRARIES = "hf_compressopt/kernels/lib"
 
