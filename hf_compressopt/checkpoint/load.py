@@ -59,6 +59,7 @@ from hf_compressopt.format.plan import MASTER, Per, Plan, Read, StateTensor, Ten
 from hf_compressopt.format.shards import ShardFiles, absent_shards, not_whole, progress
 from hf_compressopt.kernels import Average, CompactErrors, SignFormat
 from hf_compressopt.kernels.compact import ERROR_FORMAT, check_tops, decode_variance
+from hf_compressopt.kernels.memory import flat_view, is_direct
 from hf_compressopt.optim.options import check_count, check_scale_block
 
 logger = logging.getLogger(__name__)
@@ -105,8 +106,8 @@ def _read(source: Stored, path: Path, tensors: Sequence[StateTensor], communicat
     try:
         for tensor in _shown("loading", path, tensors, communicator):
             local = tensor.local.detach()
-            direct = local.is_contiguous()
-            values = local.view(-1) if direct else torch.empty(local.numel(), dtype=local.dtype, device="cpu")
+            direct = is_direct(local)
+            values = flat_view(local) if direct else torch.empty(local.numel(), dtype=local.dtype, device="cpu")
             source.read(tensor, communicator.world_size, values)
             if not direct:
                 local.copy_(values.view(local.shape))

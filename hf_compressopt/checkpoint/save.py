@@ -28,6 +28,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import BLOCK_BYTES, INDEX_NAME, SHARD_NAME, CheckpointIndex, Piece, Shard, TensorEntry
 from hf_compressopt.format.plan import Per, StateTensor, TensorKey
 from hf_compressopt.format.shards import locked, make_folder, publish, write_aside, write_shard
+from hf_compressopt.kernels.memory import flat_view
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,8 @@ def take_snapshot(state: State, folder: Path, names: Sequence[str] | None, prefi
 
     grouped = communicator.run_together(begin, empty.remove)
 
-    def describe() -> int:
-        """Describe the state; returns the first rank that writes into this folder."""
+    def describe() -> tuple[int, list[str]]:
+        """Describe the state; returns the first rank that writes into this folder, and this rank's marks."""
         tensors, header = state.tensors(grouped), deepcopy(state.header())
         counts = Counter(tensor.shard_key for tensor in tensors)
         for tensor in tensors:
@@ -85,10 +86,12 @@ def take_snapshot(state: State, folder: Path, names: Sequence[str] | None, prefi
         first = next((rank for rank in ranks if begun(empty.shard_file(rank)).exists()), None)
         if first is None:
             raise lost(begun(empty.shard_file(empty.rank)))
-        return first
+        return first, state.marks()
 
-    peers = communicator.gather_together(describe, empty.remove)
-    mine, (snapshot,) = [rank for rank in ranks if peers[rank] == peers[empty.rank]], described
+    found = communicator.gather_together(describe, empty.remove)
+    peers, (snapshot,) = [first for first, _ in found], described
+    snapshot.header.update(dict.fromkeys((mark for _, marks in found for mark in marks), True))
+    mine = [rank for rank in ranks if peers[rank] == peers[empty.rank]]
     return replace(snapshot, peers=peers, tensors=_assigned(snapshot.tensors, mine.index(empty.rank), len(mine)))
 
 
@@ -118,7 +121,7 @@ class HostCopy:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    return flat_view(tensor).view(torch.uint8).numpy().data
 
 
 def begun(shard: Path) -> Path:
@@ -192,7 +195,7 @@ def _write_shard(snapshot: Snapshot, quiet: bool) -> dict[str, Any]:
         file,
         layout,
         {"format": "pt", "save_id": snapshot.save_id},
-        lambda key: [bytes_of(stored[key].local.detach().cpu().contiguous())],
+        lambda key: [bytes_of(stored[key].local.detach().cpu().resolve_neg().contiguous())],
         temporary=begun(file),
         doing="saving",
         shown=False if quiet or snapshot.rank != 0 else None,

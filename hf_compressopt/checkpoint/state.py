@@ -18,7 +18,7 @@ from hf_compressopt.format.index import NODE_SIZE, TensorEntry
 from hf_compressopt.format.plan import StateTensor, TensorKey, dtype_name
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
-from hf_compressopt.optim.options import names_by_group
+from hf_compressopt.optim.options import check_count, names_by_group
 
 #: The optimizers whose state is Adam's moments: as they are, or inside a ZeroOptimizer.
 PLAIN = ("AdamW", "Adam", "FusedAdam", "Lamb")
@@ -103,6 +103,10 @@ class State(ABC):
     def header(self) -> dict[str, Any]:
         """Return the values of a checkpoint beside its tensors, as JSON holds them."""
 
+    def marks(self) -> list[str]:
+        """List keys of the header that are True in a checkpoint if they are on any rank. Called after ``tensors``."""
+        return []
+
     @abstractmethod
     def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
         """Check that a checkpoint fits, and say what to read. The optimizer does not change."""
@@ -175,6 +179,14 @@ class LowBitState(State):
         if header.title != self._title:
             raise ValueError(f"it is of {header.title}, not of {self._title}")
         saved, rooms = {TensorKey.parse(name).kind for name in entries}, self._room(header, entries)
+        described = self._described(names[0], rooms)
+        check_count("world_size", values.get("world_size"))
+        check_count(NODE_SIZE, values.get(NODE_SIZE, 1))
+        senders = values["world_size"] // values.get(NODE_SIZE, 1)
+        if senders > 1 and Kind.WORKER not in saved and any(tensor.key.kind == Kind.WORKER for tensor in described):
+            raise ValueError(
+                f"it holds no errors of the {senders} ranks or nodes whose messages had some: save it again"
+            )
 
         def commit() -> None:
             for errors, room in zip(self._errors, rooms, strict=True):
@@ -188,7 +200,7 @@ class LowBitState(State):
             compression.steps, compression.steps_not_finite = values["step"], values["skipped_steps"]
             compression.traffic.restore(values["bytes_sent"])
 
-        return [tensor for tensor in self._described(names[0], rooms) if tensor.key.kind in saved], commit
+        return [tensor for tensor in described if tensor.key.kind in saved], commit
 
 
 class CompressionState(LowBitState):

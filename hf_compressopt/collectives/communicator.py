@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.topology import Levels, Topology, topology_of
-from hf_compressopt.kernels.memory import in_memory, numbers_on
+from hf_compressopt.kernels.memory import flat_view, in_memory, numbers_on
 
 _DIGEST_BITS = 20
 DIGEST_BOUND = 1 << _DIGEST_BITS
@@ -225,7 +225,7 @@ class Communicator(ABC):
             return
         values = in_memory("the tensor", tensor)
         with torch.no_grad():
-            self._broadcast(values.view(-1).view(torch.uint8))
+            self._broadcast(flat_view(values).view(torch.uint8))
             if values.data_ptr() != tensor.data_ptr():
                 tensor.copy_(values)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator, Traffic
+from hf_compressopt.kernels.memory import flat_view
 
 _LIBRARIES = ("libmpi.so.40", "libmpi.so.12", "libmpi.so")
 
@@ -127,7 +128,7 @@ class MpiCommunicator(Communicator):
         return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
     def _bytes(self, tensor: Tensor) -> Any:
-        return self._buffer(tensor.view(-1).view(torch.uint8))
+        return self._buffer(flat_view(tensor).view(torch.uint8))
 
     def _end(self, request: Any, staged: Tensor, tensor: Tensor, sent: Tensor | None = None) -> None:
         """Wait for a collective, until which ``sent`` stays alive, and bring its result to ``tensor``."""

@@ -64,6 +64,12 @@ def _no_values(name: str, problem: str) -> TypeError:
     return TypeError(f"{name} must hold its values in dense memory, got {problem}: give a plain dense tensor")
 
 
+def flat_view(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as [n] in the same memory, with a stride of 1: one element may have any other."""
+    flat = tensor.view(-1)
+    return flat if flat.stride() == (1,) else flat.as_strided((flat.numel(),), (1,))
+
+
 def holds_values(tensor: Tensor) -> bool:
     """Return whether the memory of a real strided tensor holds its values, with or without gaps."""
     return not tensor.is_neg() and (address_of(tensor) != 0 or tensor.numel() == 0)

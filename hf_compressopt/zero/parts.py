@@ -248,7 +248,7 @@ def element_state(state: dict[str, Any], part: Part) -> list[str]:
 
 def _sums_of_bits(values: Tensor) -> list[Tensor]:
     """Return sums of the words of 8 bytes of [n] values, each over every 4093rd, and copies of the last few values."""
-    values = values.resolve_neg()
+    values = values.resolve_neg().contiguous()
     if values.storage_offset() * values.element_size() % 8:
         values = values.clone()  # torch views only what begins at a word as words
     row = 8 // values.element_size() * _COLUMNS

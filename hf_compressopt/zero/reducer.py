@@ -47,7 +47,7 @@ from hf_compressopt.collectives.exchange import (
 from hf_compressopt.collectives.feedback import scale_
 from hf_compressopt.flat import FLOAT_BYTES, Span
 from hf_compressopt.kernels import Average, Combination, CompactErrors, IntegerFormat, Segment, sum_of_squares
-from hf_compressopt.kernels.memory import is_direct, numbers_on
+from hf_compressopt.kernels.memory import flat_view, in_memory, is_direct, numbers_on
 from hf_compressopt.optim.agreement import digest_of
 from hf_compressopt.optim.math import known_clip_factor
 from hf_compressopt.zero.config import ZeroConfig
@@ -538,7 +538,7 @@ def send_differences(
     del ahead
     yield from all_gather(gathered, communicator)
     messages = in_rank_order(gathered, communicator)
-    flats = {number: params[number].detach().reshape(-1).resolve_neg() for number in cut.places}
+    flats = {number: flat_view(in_memory("a parameter", params[number])) for number in cut.places}
     rows = [(start, Segment(None, 0, stop - start, 0)) for start, stop in cut.gaps]
     for number, spans in cut.places.items():
         rows += [(begin, Segment(flats[number], span.start, span.numel, number)) for begin, span in spans]

@@ -1,6 +1,7 @@
 """Low-bit gradients on real gloo ranks: equal to a simulation in bits, through DDP's hook and in plain loops."""
 
 import copy
+import json
 import pickle
 import unittest.mock
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ from hf_compressopt import (
     load_state,
     save_state,
 )
-from hf_compressopt.format.index import CheckpointIndex
+from hf_compressopt.format.index import CheckpointError, CheckpointIndex, sealed
 from tests.oracles.simulation_integers import Simulation
 from tests.support.ddp_runs import backward, hook_beside_loop, make_net
 from tests.support.exchanging import errors_everywhere
@@ -278,6 +279,22 @@ def test_a_state_goes_on_with_the_same_bits_from_files_a_dict_and_a_pickle(
     assert {entry.dtype for entry in tensors.values()} == {"uint8"}
     stored = sum(entry.shape[0] for entry in tensors.values())
     assert stored / whole.layout.numel < 1.2 * (world_size + 1)
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_several_ranks_without_their_errors_is_refused(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    state = GradientCompression(zeros(), bucket_cap_mb=cap())
+    run(state, rank, range(3))
+    save_state(state, tmp_path)
+    path, before = tmp_path / "compressopt.index.json", state.worker_error
+    if rank == 0:
+        path.write_bytes(sealed({**json.loads(path.read_text()), "tensors": {}}))
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match="it holds no errors, and the messages of 2 ranks or nodes had some"):
+        load_state(state, tmp_path)
+    assert torch.equal(state.worker_error, before)
 
 
 @on_ranks(2)

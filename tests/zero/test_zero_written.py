@@ -7,9 +7,20 @@ import pytest
 import torch
 from torch import nn
 
-from hf_compressopt import ZeroOptimizer, load_state, save_state
+from hf_compressopt import FusedAdam, ZeroOptimizer, load_state, save_state
 from tests.support.harness import on_ranks
-from tests.support.zero_runs import Case, Net, bits, different, give_averages, loss_of, run_steps, train_zero
+from tests.support.zero_runs import (
+    INT4,
+    Case,
+    Net,
+    bits,
+    different,
+    fresh,
+    give_averages,
+    loss_of,
+    run_steps,
+    train_zero,
+)
 
 
 def train_images(rank: int, layout: torch.memory_format | None, after: int) -> tuple[nn.Module, ZeroOptimizer]:
@@ -69,6 +80,79 @@ def test_writes_through_data_are_taken_over(rank: int, world_size: int, dtype: t
                 master.data.copy_(torch.where(p.data == before, master.data, p.data.float()))
         results.append(bits(model))
     assert not list(different(*results))
+
+
+@pytest.mark.parametrize("options", [INT4, {"param_compression": "int8"}, {}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_values_written_before_a_save_are_those_that_come_back(
+    rank: int, world_size: int, options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    case = Case(options={"reduce_bucket_size": 300, **options}, dtype=dtype)
+    model, optimizer = train_zero(rank, case)
+    for p in model.parameters():
+        p.data.mul_(0.5)
+    save_state(optimizer, tmp_path)
+    expected, packed = bits(model), optimizer.state_dict()
+    written = {name: value.clone() for name, value in model.state_dict().items()}
+    run_steps(rank, case, model, optimizer, range(3, 5))
+    for load in (lambda o: load_state(o, tmp_path), lambda o: o.load_state_dict(packed)):
+        resumed, other = fresh(case)
+        resumed.load_state_dict(written)
+        load(other)
+        assert not list(different(bits(resumed), expected))
+        run_steps(rank, case, resumed, other, range(3, 5))
+        assert not list(different(bits(model), bits(resumed)))
+
+
+def laid_out() -> dict[str, torch.Tensor]:
+    """Values by their layout in memory: with gaps, in another order, negated lazily, off a word, without elements."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return {
+        "transposed": draw(20, 30).t(),
+        "channels_last": draw(4, 3, 5, 5).contiguous(memory_format=torch.channels_last),
+        "column": draw(40, 7)[:, :1],
+        "columns": draw(40, 7)[:, 2:5],
+        "column16": draw(40, 7, dtype=torch.bfloat16)[:, :1],
+        "one": draw(2)[::2],
+        "one16": draw(2, dtype=torch.bfloat16)[::2],
+        "every second": draw(70)[::2],
+        "off a word": draw(601)[1:].view(30, 20),
+        "negated": torch.complex(draw(30, 20), draw(30, 20)).conj().imag,
+        "empty": draw(0, 4),
+    }
+
+
+def train_laid_out(rank: int, options: dict[str, Any], plain: bool, folder: Path) -> list[torch.Tensor]:
+    values = laid_out().items()
+    params = {name: nn.Parameter(v.resolve_neg().clone().contiguous() if plain else v) for name, v in values}
+    optimizer = ZeroOptimizer(params.items(), FusedAdam, lr=0.01, **options)
+    for step in range(3):
+        for number, p in enumerate(params.values()):
+            seed = torch.Generator().manual_seed(100 * step + 10 * rank + number)
+            grad = torch.randn(p.shape, generator=seed).to(p.dtype)
+            if not plain:
+                turned = (torch._neg_view(-grad), grad.mT.contiguous().mT if grad.dim() > 1 else grad)
+                grad = turned[(step + number) % 2]
+            if number == step:
+                grad = torch.ones((1,) * p.dim(), dtype=p.dtype).expand(p.shape)
+            p.grad = grad
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        save_state(optimizer, folder)
+        load_state(optimizer, folder)
+    return [p.detach().resolve_neg().contiguous() for p in params.values()]
+
+
+@pytest.mark.parametrize("options", [{}, {**INT4, "reduce_bucket_size": 256}, {"stage": 1}], ids=str)
+@on_ranks(2)
+def test_layouts_in_memory_change_no_bit(rank: int, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
+    found, expected = (train_laid_out(rank, options, plain, tmp_path) for plain in (False, True))
+    assert not list(different(found, expected))
 
 
 @on_ranks(2)
