@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hf_compressopt.checkpoint.io import save_state as save_state
     from hf_compressopt.checkpoint.io import wait_for_saves as wait_for_saves
     from hf_compressopt.collectives.backward import guard_torch_clipping as guard_torch_clipping
+    from hf_compressopt.collectives.buffers import SharedBuffers as SharedBuffers
     from hf_compressopt.collectives.ddp import GradientSync as GradientSync
     from hf_compressopt.collectives.ddp import attach_ddp as attach_ddp
     from hf_compressopt.collectives.ddp import ddp_hook as ddp_hook
@@ -42,6 +43,7 @@ _HOME = {
     "amp": ("GradScaler",),
     "checkpoint.io": ("async_save_state", "load_state", "save_state", "wait_for_saves"),
     "collectives.backward": ("guard_torch_clipping",),
+    "collectives.buffers": ("SharedBuffers",),
     "collectives.ddp": ("GradientSync", "attach_ddp", "ddp_hook"),
     "collectives.gradients": ("average_gradients",),
     "fsdp.compression": ("FSDPCompression", "compress_fsdp"),

@@ -22,6 +22,7 @@ from hf_compressopt.amp import GradScaler, innermost
 from hf_compressopt.checkpoint import io
 from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.collectives.backward import guard_torch_clipping
+from hf_compressopt.collectives.buffers import SharedBuffers
 from hf_compressopt.collectives.ddp import refuse_gradient_readers
 from hf_compressopt.collectives.sender import SendRecord, is_answered_for
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
@@ -66,6 +67,7 @@ class Attachment:
     partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
     following: set[int] = field(default_factory=set)  # parameters (by id) of compressed optimizers given to prepare
     record: SendRecord = field(default_factory=lambda: SendRecord("hf_compressopt"))  # of what no hook answers for
+    buffers: list[SharedBuffers] = field(default_factory=list)  # of models prepared without DDP
     grad_compression: str = "none"  # for the models of ordinary optimizers
     messages: MessageOptions = field(default_factory=MessageOptions)  # of grad_compression
     gradient_as_bucket_view: bool = True  # in DDP, where gradients travel in messages of this package
@@ -88,6 +90,14 @@ class Attachment:
             self.partitioned |= {id(p) for p in optimizer.trainable_parameters}
         elif follows_plan(optimizer):
             self.following |= {id(p) for p in optimizer.trainable_parameters}
+
+    def share_buffers(self, accelerator: Accelerator, model: nn.Module, communicator: TorchCommunicator) -> None:
+        """Have the ranks share a model's buffers as DDP would, unless its options say otherwise."""
+        for shared in [each for each in self.buffers if each.belongs_to(model)]:
+            shared.remove()
+            self.buffers.remove(shared)
+        if getattr(accelerator.ddp_handler, "broadcast_buffers", True):
+            self.buffers.append(SharedBuffers(model, communicator, lambda: bool(accelerator.sync_gradients)))
 
     @contextmanager
     def gradients_in_buckets(self, accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
@@ -182,6 +192,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             communicator = TorchCommunicator(device=self.device)
             for tensor in (*alone.parameters(), *alone.buffers()):  # as DDP does
                 communicator.broadcast(tensor)
+            state.share_buffers(self, alone, communicator)
             return alone
         with state.gradients_in_buckets(self, model):
             prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
@@ -241,6 +252,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         state.record.close()
         for known in (state.partitioned, state.following):
             known.clear()
+        while state.buffers:
+            state.buffers.pop().remove()
         return super().free_memory(*objects)
 
     def _take_over_gradients(self, optimizer: ZeroOptimizer) -> None:

@@ -392,8 +392,10 @@ def _push_from_checkpoint(original: Callable[..., Any], self: Trainer, *args: An
 
 
 def _with_averaged_parameters(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """Use one set of parameters, also in an interval in which each rank has its own. All ranks call."""
+    """Use one set of parameters and buffers, also where each rank has its own. All ranks call."""
     inner = innermost(self.optimizer)
+    for buffers in attachment_of(self).buffers:
+        buffers.share()
     with inner.averaged_parameters() if follows_plan(inner) else nullcontext():
         return original(self, *args, **kwargs)
 

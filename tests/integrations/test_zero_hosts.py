@@ -1,5 +1,6 @@
 """ZeroOptimizer, with and without compressed messages, and OnebitAdam under ZeRO, in Trainer and Accelerate."""
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -240,3 +241,75 @@ def test_accelerate_with_small_messages(tmp_path: Path) -> None:
     assert masters and same_as(model, masters) and not same_as(model, replicas)
     index = json.loads((tmp_path / "3" / "compressopt.index.json").read_text())
     assert {name.split("/")[0] for name in index["tensors"]} >= {"worker_error", "master", "replica"}
+
+
+class Centred(nn.Module):
+    """A model whose forward reads what forward before it has written: statistics, and a centre that moves."""
+
+    centre: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 4))
+        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("calls", torch.tensor(0, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with torch.no_grad():
+            self.centre += 0.1 * (y.mean(0) - self.centre)
+            self.calls += 1
+        return (y - self.centre).square().mean()
+
+
+def train_centred(rank: int, how: str, *, resume: str = "", save: str = "", broadcast: bool = True) -> list[Any]:
+    """Train by Accelerate over 8 micro-batches, two a step. Returns the model's state dict, and this rank's buffers."""
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    use_accelerate(rank, 2)
+    stage = 2 if how.endswith("zero") else 0
+    options = {"optimizer": "onebit_adam", "freeze_step": 2} if how.startswith("onebit") else {"optimizer": "none"}
+    accelerator = CompressOptAccelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        compressopt_plugin=CompressOptPlugin(zero_stage=stage, **options),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=broadcast)],
+    )
+    made = Centred()
+    model, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.parameters(), lr=1e-2))
+    assert (model is made) == bool(stage)
+    if resume:
+        accelerator.load_state(resume)
+    for step in range(4 if resume else 0, 8):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.randn(5, 8, generator=generator) + 3 * rank))
+            optimizer.step()
+            optimizer.zero_grad()
+        if save and step == 3:
+            accelerator.save_state(save)
+    copied = copy.deepcopy(made)
+    if rank == 0:  # alone: a model in evaluation, and a copy in training
+        made.eval()(torch.ones(2, 8))
+        copied(torch.ones(2, 8))
+    made.train()
+    accelerator.free_memory()
+    if stage and rank == 0:
+        made(torch.ones(2, 8))
+    return [[p.detach().clone() for p in made.parameters()], [b.clone() for b in made.buffers()]]
+
+
+@pytest.mark.parametrize("how", ["adamw", "onebit"])
+@on_ranks(2)
+def test_buffers_are_those_of_rank_0_as_with_ddp(rank: int, world_size: int, how: str, tmp_path: Path) -> None:
+    zero = f"{how}_zero"
+    whole = train_centred(rank, zero, save=str(tmp_path))
+    resumed = train_centred(rank, zero, resume=str(tmp_path))
+    assert all(map(torch.equal, whole[0] + whole[1], resumed[0] + resumed[1]))
+    local = train_centred(rank, zero, broadcast=False)
+    assert not all(map(torch.equal, whole[0], local[0]))
+    if how == "adamw":
+        for broadcast in (True, False):
+            found, expected = (train_centred(rank, name, broadcast=broadcast) for name in (zero, how))
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
