@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_compressopt.optim.math import evaluate
 
+logger = logging.getLogger(__name__)
 _MUON = "muon"  # the key of a param group that says which optimizer steps it
 _OF_MUON = ("lr", "weight_decay", "momentum")
 _OF_ADAMW = ("lr", "weight_decay", "betas", "eps")
@@ -19,8 +22,9 @@ class MuonAdamW(torch.optim.Optimizer):
     """torch's Muon for matrices; torch's AdamW for embeddings, heads, and everything that is no matrix.
 
     Both follow one learning rate and one weight decay, those of AdamW, because Muon's updates are scaled to the size
-    of AdamW's (``adjust_lr_fn="match_rms_adamw"``; Liu et al. 2025, arXiv 2502.16982). Tied heads are heads, and a
-    tensor of three dimensions, such as fused experts, is no matrix. Parameters of one dimension have no weight decay.
+    of AdamW's (``adjust_lr_fn="match_rms_adamw"``; Liu et al. 2025, arXiv 2502.16982). Tied heads are heads, and so are
+    those that PEFT trains beside its adapters. A tensor of three dimensions, such as fused experts, is no matrix; a
+    warning names it. Parameters of one dimension have no weight decay.
     Whole matrices are needed, so ZeRO refuses it; ``grad_compression`` carries its gradients.
 
     Args:
@@ -91,18 +95,44 @@ def _divided(model: nn.Module) -> list[dict[str, Any]]:
             f"MuonAdamW finds the head of a Transformers model, got {type(model).__name__}: give the model without "
             "DistributedDataParallel, or param groups with muon=True for matrices and muon=False for the rest"
         )
-    apart = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    get_head: Any = model.get_output_embeddings
+    adapted: Any = getattr(model, "get_base_model", None)  # PEFT's: the model in which the adapters are
+    inner = model if adapted is None else adapted()
+    apart = {id(p) for module in model.modules() if _is_embedding(module) for p in module.parameters()}
+    get_head: Any = inner.get_output_embeddings
     if (head := get_head()) is not None:
         apart |= {id(p) for p in head.parameters()}
-    inside = {id(p) for p in getattr(model, "base_model", model).parameters()}  # other heads are outside of it
-    rows = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in rows if p.ndim == 2 and id(p) in inside and id(p) not in apart]
+    inside = {id(p) for p in getattr(inner, "base_model", inner).parameters()}  # other heads are outside of it
+    rows = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for _, p in rows if p.ndim == 2 and id(p) in inside and id(p) not in apart]
     known = {id(p) for p in matrices}
-    rest = [p for p in rows if id(p) not in known]
+    rest = [p for _, p in rows if id(p) not in known]
+    filters = {id(m.weight) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)}
+    _warn_of_fused([(n, p) for n, p in rows if p.ndim > 2 and id(p) in inside and id(p) not in filters], rows)
     groups = (
         {"params": matrices, _MUON: True},
         {"params": [p for p in rest if p.ndim > 1], _MUON: False},
         {"params": [p for p in rest if p.ndim <= 1], _MUON: False, "weight_decay": 0.0},
     )
     return [group for group in groups if group["params"]]
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    """True for an embedding, and for PEFT's adapter of one."""
+    return isinstance(module, nn.Embedding) or isinstance(getattr(module, "base_layer", None), nn.Embedding)
+
+
+def _warn_of_fused(fused: Sequence[tuple[str, Tensor]], trainable: Sequence[tuple[str, Tensor]]) -> None:
+    """Warn of tensors of three dimensions that are no filters: they hold matrices that Muon does not step."""
+    if not fused or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
+        return
+    numel, everything = (sum(p.numel() for _, p in rows) for rows in (fused, trainable))
+    name, example = fused[0]
+    logger.warning(
+        "AdamW steps %d tensors of more than two dimensions, %.0f %% of the trainable parameters, in place of Muon, "
+        "which takes matrices only: %s of shape %s is the first. In a mixture of experts these are fused experts; a "
+        "model with a matrix per expert has all of them stepped by Muon",
+        len(fused),
+        100 * numel / everything,
+        name,
+        list(example.shape),
+    )

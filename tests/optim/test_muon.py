@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_compressopt import GradientCompression, ZeroOptimizer, compress_hook
 from hf_compressopt.optim.muon import MuonAdamW
 from tests.support.harness import on_ranks, run_ranks
+from tests.support.logs import log_lines
 from tests.support.trainer_runs import (
     OLD_HOST,
     Run,
@@ -51,6 +53,37 @@ def test_embeddings_heads_and_vectors_go_to_adamw(tied: bool) -> None:
     groups = MuonAdamW(small_model(), weight_decay=0.1).param_groups
     assert [(g["muon"], g["weight_decay"]) for g in groups] == [(True, 0.1), (False, 0.1), (False, 0.0)]
     assert all(p.ndim == 1 for p in groups[2]["params"])
+
+
+@needs_muon
+def test_fused_experts_are_named_in_a_warning() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=4, **sizes))
+    fused = [name for name, p in model.named_parameters() if p.ndim == 3]
+    if not fused:
+        pytest.skip("this transformers has a matrix per expert")
+    with log_lines() as lines:
+        found = names_by_stepper(model)
+        MuonAdamW(small_model())
+    assert set(fused) <= set(found[False]) and len(found[True]) == 5
+    (line,) = lines
+    assert re.search(rf"AdamW steps 2 tensors of more than two dimensions, 7\d %.*{fused[0]} of shape \[4, ", line)
+
+
+@needs_muon
+def test_what_peft_trains_beside_adapters_goes_to_adamw() -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForSequenceClassification(LlamaConfig(vocab_size=32, num_labels=3, pad_token_id=0, **sizes))
+    adapters = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj", "embed_tokens"])
+    found = names_by_stepper(peft.get_peft_model(model, adapters))
+    assert [name.split(".")[-3] for name in found[True]] == ["lora_A", "lora_B"]
+    ends = ("lora_embedding_A.default", "lora_embedding_B.default", "score.modules_to_save.default.weight")
+    assert len(found[False]) == 3 and all(map(str.endswith, found[False], ends))
 
 
 @needs_muon
