@@ -27,6 +27,7 @@ from hf_compressopt.checkpoint.partitioned import PartitionedState, PlainState
 from hf_compressopt.checkpoint.save import HostCopy, Snapshot, take_snapshot, write_snapshot
 from hf_compressopt.checkpoint.state import CompressionState, FSDPState, State
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.format.index import DEFAULT_PREFIX as DEFAULT_PREFIX
 from hf_compressopt.format.index import INDEX_NAME, StrPath, check_prefix
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
@@ -35,7 +36,6 @@ from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_PREFIX = "compressopt"
 #: What a checkpoint can be of.
 Saved = torch.optim.Optimizer | PlainState | GradientCompression | FSDPCompression
 

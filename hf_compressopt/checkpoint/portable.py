@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
+from hf_compressopt.checkpoint.io import has_checkpoint, save_state
 from hf_compressopt.checkpoint.load import AdamView, Entry
 from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.checkpoint.save import bytes_of
@@ -27,12 +27,14 @@ from hf_compressopt.checkpoint.state import MOMENTS, Kind
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import (
     BY_PLACE,
+    DEFAULT_PREFIX,
     DTYPES,
     INDEX_NAME,
     CheckpointIndex,
     StrPath,
     check_prefix,
     errors_naming,
+    find_indices,
     name_by_place,
 )
 from hf_compressopt.format.plan import MASTER
@@ -52,7 +54,9 @@ _SAFETENSORS, _TORCH = ".safetensors", (".pt", ".pth", ".bin")
 def find_index(directory: StrPath, prefix: str | None = None) -> Path | None:
     """Return the index of a folder's checkpoint, or None if there is none."""
     folder = Path(directory)
-    found = sorted(folder.glob(INDEX_NAME.format(prefix=f"{DEFAULT_PREFIX}*" if prefix is None else prefix)))
+    found = find_indices(folder, prefix)
+    by_default = [path for path in found if path.name.startswith(DEFAULT_PREFIX)]
+    found = by_default or found  # others beside it are of gradients, perhaps
     if len(found) > 1:
         prefixes = ", ".join(path.name.removesuffix(INDEX_NAME.format(prefix="")) for path in found)
         raise ValueError(f"{folder} holds the checkpoints of several optimizers: give --prefix, one of {prefixes}")

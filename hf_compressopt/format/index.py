@@ -54,7 +54,26 @@ DTYPES = {
 }
 
 StrPath = str | os.PathLike[str]
+#: Start of the file names that Trainer, Accelerate and save_state use by default.
+DEFAULT_PREFIX = "compressopt"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+
+
+def find_indices(folder: Path, prefix: str | None = None) -> list[Path]:
+    """Return the indices of a folder's checkpoints: of this prefix, or of any, damaged ones too."""
+    if prefix is not None:
+        path = folder / INDEX_NAME.format(prefix=prefix)
+        return [path] if path.is_file() else []
+    return [path for path in sorted(folder.glob(INDEX_NAME.format(prefix="*"))) if path.is_file() and _is_ours(path)]
+
+
+def _is_ours(index: Path) -> bool:
+    """Tell an index from that of a big model, even if it is damaged: by its name, its text, or its shards' names."""
+    prefix = index.name.removesuffix(INDEX_NAME.format(prefix=""))
+    if prefix.startswith(DEFAULT_PREFIX) or f'"{FORMAT}"'.encode() in index.read_bytes():
+        return True
+    shard = re.compile(re.escape(prefix) + r"-[0-9a-f]{16}-\d{5}-of-\d{5}\.safetensors")
+    return any(shard.fullmatch(file.name) for file in index.parent.iterdir())
 
 
 def name_by_place(group: int, place: int) -> str:

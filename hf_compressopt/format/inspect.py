@@ -7,21 +7,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hf_compressopt.format.index import INDEX_NAME, CheckpointError, CheckpointIndex, StrPath
+from hf_compressopt.format.index import CheckpointError, CheckpointIndex, StrPath, find_indices
 from hf_compressopt.format.shards import ShardFiles, absent_shards, not_whole
-
-#: Pattern of the prefixes that Trainer, Accelerate and save_state use by default.
-_ANY_PREFIX = "compressopt*"
 
 
 def collect(directory: StrPath, *, prefix: str | None = None, verify: bool = False) -> list[dict[str, Any]]:
-    """Look at the checkpoints of a folder: all, or those whose files start with ``prefix``.
+    """Look at the checkpoints of a folder: all, or the one whose files start with ``prefix``.
 
     Returns for each, as JSON holds it, ``index`` (the file), ``verified``, ``problems``, and what ``_look`` finds.
     """
-    folder, pattern = Path(directory), INDEX_NAME.format(prefix=prefix or _ANY_PREFIX)
-    paths = sorted(folder.glob(pattern)) if prefix is None else [folder / pattern]
-    return [_look(path, verify) for path in paths if path.is_file()]
+    return [_look(path, verify) for path in find_indices(Path(directory), prefix)]
 
 
 def _look(path: Path, verify: bool) -> dict[str, Any]:

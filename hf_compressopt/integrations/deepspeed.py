@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hf_compressopt.format.inspect import printable
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.deepspeed_options import (
     ANY,
@@ -206,7 +207,7 @@ _TORCH_CLASSES = {"sgd": "SGD", "adagrad": "Adagrad"}
 
 
 def render(translation: Translation) -> str:
-    """Render a translation as text: the flags, the code, and a remark on every option."""
+    """Render a translation as text: the flags, the code, and a remark on every option, without control characters."""
     flags = [shlex.join(words) for words in translation.flags_as_words()]
     lines = ["Trainer: accelerate launch -m hf_compressopt.run script.py, with", *(f"    {flag}" for flag in flags)]
     lines += ["", "Accelerate:", *(f"    {line}" for line in accelerate_code(translation).splitlines())]
@@ -217,7 +218,7 @@ def render(translation: Translation) -> str:
             value = json.dumps(row.value) if row.given else f"not given: {json.dumps(row.value)}"
             here = f" -> {row.here}" if row.here else ""
             lines.append(f"    {row.option} ({value}){here}" + (f": {row.remark}" if row.remark else ""))
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def as_json(translation: Translation) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_compressopt import OnebitAdam, ZeroOptimizer, cli, save_state
+from hf_compressopt import GradientCompression, OnebitAdam, ZeroOptimizer, cli, save_state
+from hf_compressopt.checkpoint.portable import find_index
 from hf_compressopt.format.index import sealed
 from tests.checkpoint.test_checkpoint import INDEX, flip, in_shard, index_text, remove_a_shard
 from tests.support.harness import run_ranks
@@ -136,6 +137,24 @@ def test_what_is_no_checkpoint_has_exit_code_2(saved: Path, tmp_path: Path) -> N
         done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, env=environment())
         assert done.returncode == 2 and "inspect" in done.stderr, done.stderr
     assert "holds no checkpoint of hf_compressopt" in done.stderr
+
+
+def test_checkpoints_of_every_prefix_are_found(
+    saved: Path, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole, or damaged beside their shards; an index of a big model is none."""
+    save_state(GradientCompression([nn.Parameter(torch.ones(300))]), copied, prefix="gradients")
+    (copied / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    code, found = as_json(copied, capsys=capsys)
+    names = [Path(facts["index"]).name for facts in found]
+    assert code == 0 and names == ["compressopt.index.json", "compressopt_1.index.json", "gradients.index.json"]
+    assert find_index(copied, "gradients") == copied / "gradients.index.json"
+    for kept in copied.glob("compressopt*"):
+        kept.unlink()
+    assert find_index(copied) == copied / "gradients.index.json"
+    (copied / "gradients.index.json").write_text("{")
+    code, (facts,) = as_json(copied, capsys=capsys)
+    assert code == 1 and "gradients.index.json" in facts["problems"][0]
 
 
 def test_names_in_a_file_cannot_change_what_a_terminal_shows(

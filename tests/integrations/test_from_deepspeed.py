@@ -378,6 +378,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [row["kind"] for row in facts["options"] if row["option"] == "sparse_gradients"] == [LOST]
 
 
+def test_names_in_a_configuration_cannot_change_what_a_terminal_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forged = "\x1b[2J\u202e\nWhat becomes what:\r"
+    optimizer = {"type": forged, "params": {forged: forged, "lr": 1e-3}}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"optimizer": optimizer, forged: {"enabled": True, forged: forged}}))
+    cli.main(["from-deepspeed", str(path)])
+    lines = capsys.readouterr().out.split("\n")
+    assert sum(r"\x1b[2J" in line for line in lines) >= 2 and all(map(str.isprintable, lines))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
