@@ -32,6 +32,7 @@ from hf_compressopt.collectives.sender import SendRecord, check_bucket, listed, 
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
+from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.format.index import NODE_SIZE
 from hf_compressopt.kernels.memory import numbers_on
 
@@ -237,6 +238,7 @@ class GradientCompression:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's errors and counters, in tensors and primitives. Makes no collective call."""
+        refuse_torch_checkpoint(self)
         return {
             "bits": self.bits,
             "bucket_numel": self.layout.bucket_numel,

@@ -21,6 +21,7 @@ from hf_compressopt.optim import options
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import GroupState, Moments
 from hf_compressopt.optim.state import (
+    WRITTEN,
     check_header,
     check_tensors,
     header_of,
@@ -172,6 +173,9 @@ class FlatState(State):
     def header(self) -> dict[str, Any]:
         groups = map(options.plain_group, self._optimizer.param_groups)
         return {**header_of(self._optimizer), "param_groups": list(groups)}
+
+    def marks(self) -> list[str]:
+        return [WRITTEN] if self._optimizer._parameters_were_replaced() else []
 
     def tensors(self, names: Names) -> list[StateTensor]:
         optimizer = self._optimizer

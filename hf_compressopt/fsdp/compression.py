@@ -39,6 +39,7 @@ from hf_compressopt.collectives.gradients import IntegerBucket
 from hf_compressopt.collectives.sender import SendRecord, listed
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import SIGNS_PER_BYTE, Bucket, FlatLayout, bucket_numel_of, chunk_numel
+from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.fsdp.units import Unit, outside, units_of
 from hf_compressopt.grad_compression import bits_of, check_place, check_state, scale_of
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment
@@ -278,6 +279,7 @@ class FSDPCompression:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's errors and counters, in tensors and primitives. Makes no collective call."""
+        refuse_torch_checkpoint(self)
         return {
             **self._place(),
             "steps": self.steps,

@@ -23,6 +23,7 @@ from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
 from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
+from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.grad_compression import check_state
 from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
 from hf_compressopt.optim import options
@@ -34,6 +35,7 @@ from hf_compressopt.optim.sharded import FreedGradients, end_warmup_stage, take_
 from hf_compressopt.optim.state import HISTORY, STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
 from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
 from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan, Warmup, carry_history, variance_stability
+from hf_compressopt.weak import WeakCall
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +136,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     freed: FreedGradients | None = None
     step_was_skipped: bool = False
     skipped_steps: int = 0
+    _replaced_before: bool = False  # others had written parameters before the state that was loaded last was saved
     rounds: int = 0
     _open: set[str] | None = None  # of a schedule that is to be fitted, the options that keep their values
     _fitted_to: int | None = None
@@ -212,12 +215,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.communicator = with_topology(flat, TopologyOptions(topology, node_size, node_bits), scale_block)
         self._consensus = Consensus(self._states, self.communicator, self._tensors)
         super().__init__(params, defaults)
-        groups = ParamGroups(self._states, self.communicator, self._follow_parameters)
+        groups = ParamGroups(self._states, self.communicator, WeakCall(self._follow_parameters))
         self._fused_warmup = warmup_bits < 32
         self.warmup_bits, self.warmup_gradients = warmup_bits, WarmupGradients(warmup_bits, groups, self._tensors)
-        sends = groups, self._tensors, self._prepare
+        sends = groups, self._tensors, WeakCall(self._prepare)
         if zero_stage == 2:
-            self.freed = FreedGradients(*sends, self._begin_step, bits=warmup_bits, clips=max_grad_norm > 0)
+            self.freed = FreedGradients(*sends, WeakCall(self._begin_step), bits=warmup_bits, clips=max_grad_norm > 0)
         self.early_messages = self.freed or EarlyMessages(clip == "late", *sends)
         self._consensus.early, self._consensus.warmup = self.early_messages, self.warmup_gradients
         self._clip, self._consensus.clip = clip, "sketch" if clip == "late" else clip
@@ -691,6 +694,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
+    def _parameters_were_replaced(self) -> bool:
+        """Return whether others have written parameters of this rank, of which the next message has to know."""
+        return False
+
     def _before_load(self) -> None:
         """Put everything where a checkpoint is read to; this class has it there."""
 
@@ -699,7 +706,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return switched(self, "_in_shards", True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's full local state, errors included, in tensors and primitives. No collective call."""
+        """Return this rank's full local state, errors included, in tensors and primitives. No collective call.
+
+        Raises a RuntimeError inside torch.distributed.checkpoint, which would drop the errors, or keep one rank's.
+        """
+        if not self._in_shards:
+            refuse_torch_checkpoint(self)
         self._follow_parameters()
         packed = super().state_dict()
         if self._in_shards:

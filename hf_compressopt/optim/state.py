@@ -98,6 +98,8 @@ def switched(owner: object, name: str, value: object) -> Iterator[None]:
 HISTORY = "freeze_history"
 #: Key of a header that says that averaged gradients have travelled as ``warmup_bits`` say.
 TRAVELLED = "warmup_gradients"
+#: Key of a header that says that others have written parameters since the last sync of 0/1 Adam, on some rank.
+WRITTEN = "parameters_written"
 #: Key of a header that says that the ranks shared out the moments: server errors were those of updates then.
 SHARED_OUT = "moments_shared_out"
 _LENGTHS = {HISTORY: None, NOISE: 2, LATE_CLIP: 4, LOSS_SCALE: 1}  # of the tensors that belong to no group
@@ -167,6 +169,7 @@ def load_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None:
     optimizer.traffic.restore(header["bytes_sent"])
     optimizer.warmup_gradients.ever_in_use = bool(header.get(TRAVELLED))
     optimizer.step_was_skipped = False
+    optimizer._replaced_before = bool(header.get(WRITTEN))
 
 
 def _lr_warmup_of(optimizer: CompressedOptimizer, header: dict[str, Any]) -> Warmup:
@@ -215,6 +218,7 @@ def own_state(optimizer: CompressedOptimizer) -> dict[str, Any]:
     states = optimizer._states
     return {
         **header_of(optimizer),
+        **({WRITTEN: True} if optimizer._parameters_were_replaced() else {}),
         "rank": optimizer.communicator.rank,
         "worker_error": [state.errors.worker for state in states],
         "server_error": [state.errors.server for state in states],

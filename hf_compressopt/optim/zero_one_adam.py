@@ -75,8 +75,10 @@ class LocalInterval:
         state.group_extra["lr_sum"].fill_(lr_sum)
         state.group_extra["decay"].fill_(decay)
 
-    def state_loaded(self) -> None:
+    def state_loaded(self, *, written: bool) -> None:
+        """Begin from a state that was loaded; ``written``: others wrote parameters before it was saved."""
         self.expect_anything()
+        self._written = torch.tensor(True) if written else None
         for state in self._compressed:
             self._since_sync[state.number] = float(state.group_extra["lr_sum"]), float(state.group_extra["decay"])
 
@@ -112,6 +114,11 @@ class LocalInterval:
         if self._written is None:
             return torch.zeros((), dtype=torch.float64, device=device)
         return self._written.to(device, torch.float64)
+
+    def was_written(self) -> bool:
+        """Return what :meth:`written` does, for the host, after another look."""
+        self.look()
+        return self._written is not None and bool(self._written)
 
     def _present_versions(self) -> dict[int, int]:
         return {id(param): param._version for state in self._compressed for param in state.params}
@@ -478,7 +485,10 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _state_loaded(self) -> None:
         super()._state_loaded()
-        self._interval.state_loaded()
+        self._interval.state_loaded(written=self._replaced_before)
+
+    def _parameters_were_replaced(self) -> bool:
+        return self.last_plan.stage is Stage.LOCAL_STEP and self._interval.was_written()
 
     def _before_load(self) -> None:
         """Put each rank's own parameters back: what is loaded goes into these."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.backward import warn_unguarded
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
+from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.optim.math import evaluate, in_float32
 from hf_compressopt.optim.options import check_last_group, refuse_uneven_inputs
 from hf_compressopt.optim.state import load_with_hooks, switched
@@ -38,6 +40,16 @@ from hf_compressopt.zero.reducer import LossScale
 logger = logging.getLogger(__name__)
 
 _Values = tuple[TrainedParameter, list[tuple[Part, Any]]]  # of a parameter, by this rank's parts in their order
+
+
+class _StateInParts(defaultdict[Tensor, Any]):
+    """The state of an optimizer that has it elsewhere, in parts: without entries, and yet made.
+
+    torch.distributed.checkpoint takes an optimizer whose state is false for a new one, and has it make a step.
+    """
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -105,6 +117,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._process_groups = {"process_group": process_group, "model_parallel_group": model_parallel_group}
         template = optimizer_class([torch.zeros(1, requires_grad=True)], **self._inner_options)
         torch.optim.Optimizer.__init__(self, params, hyperparameters(template.param_groups[0]))
+        self.state = _StateInParts(dict)
         self._first_groups = len(self.param_groups)
         self.traffic = Traffic()
         self.loss_scale = LossScale(self.config)
@@ -472,9 +485,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's local state, in tensors and primitives. Makes no collective call.
 
+        Raises a RuntimeError inside torch.distributed.checkpoint, which does not know that each rank has its own.
+
         ``state[i]["pieces"]`` lists this rank's parts of parameter i: the range of its elements, its master copy if it
         has one, and the wrapped optimizer's state of it.
         """
+        if not self._in_shards:
+            refuse_torch_checkpoint(self)
         return state_dicts.pack(self, super().state_dict(), in_shards=self._in_shards)
 
     @torch.no_grad()

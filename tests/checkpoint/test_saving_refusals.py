@@ -1,5 +1,6 @@
 """Saves that cannot be, what a failure leaves behind, and machines with folders of their own."""
 
+import copy
 import json
 import os
 import shutil
@@ -15,9 +16,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from hf_compressopt import ZeroOneAdam, async_save_state, load_state, save_state
+from hf_compressopt import (
+    FusedAdam,
+    GradientCompression,
+    Lamb,
+    MuonAdamW,
+    ZeroOneAdam,
+    ZeroOptimizer,
+    async_save_state,
+    average_gradients,
+    load_state,
+    save_state,
+)
 from hf_compressopt.checkpoint import save as saving
 from hf_compressopt.checkpoint.portable import import_state
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
@@ -25,7 +39,7 @@ from tests.checkpoint.kinds import make as make_kind
 from tests.checkpoint.kinds import observe, train
 from tests.checkpoint.test_async_save import OPTIMIZERS, held_back
 from tests.checkpoint.test_checkpoint import make
-from tests.support.family import assign
+from tests.support.family import FAMILY, assign, optimizer_of
 from tests.support.harness import RankError, on_ranks, run_ranks, run_ranks_expecting_error
 from tests.support.launching import environment, run_python
 
@@ -356,3 +370,66 @@ def test_a_save_that_some_machines_finished_is_loaded_by_all_or_refused_by_all(t
     errors = run_ranks_expecting_error(2, load_from, folders)
     for text in errors.values():
         assert "is of different saves: rank 0 on " in text and all(f"has save {save}" in text for save in saves)
+
+
+class ByTorch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3, bias=False)
+
+
+KEPT_BY_TORCH: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "FusedAdam": lambda model: FusedAdam(model.parameters(), lr=0.01, weight_decay=0.1, master_weights=True),
+    "Lamb": lambda model: Lamb(model.parameters(), lr=0.01),
+    "MuonAdamW": lambda model: MuonAdamW(
+        [{"params": [model.body.weight], "muon": True}, {"params": [model.body.bias, model.head.weight], "muon": False}]
+    ),
+}
+LOST_BY_TORCH: dict[str, Callable[[nn.Module], Any]] = {
+    **{name: partial(optimizer_of, name) for name in FAMILY},
+    "zero_stage=2": partial(optimizer_of, "OnebitAdam", zero_stage=2),
+    "ZeroOptimizer": partial(ZeroOptimizer, optimizer_class=torch.optim.AdamW, lr=0.01),
+    "GradientCompression": GradientCompression,
+}
+
+
+@pytest.mark.parametrize("kind", [*KEPT_BY_TORCH, *LOST_BY_TORCH])
+@on_ranks(2)
+def test_torchs_own_checkpoints_hold_a_state_bitwise_or_refuse_it(rank: int, world_size: int, kind: str) -> None:
+    def go_on(model: nn.Module, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank * (kind in LOST_BY_TORCH)))
+            model.head(model.body(x)).square().sum().backward()
+            if kind == "GradientCompression":
+                optimizer.average_gradients()
+                continue
+            if kind in FAMILY:
+                average_gradients(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, twin = ByTorch(), ByTorch()
+    if kind in KEPT_BY_TORCH:
+        if kind == "MuonAdamW" and not hasattr(torch.optim, "Muon"):
+            return
+        optimizer, fresh = KEPT_BY_TORCH[kind](model), KEPT_BY_TORCH[kind](twin)
+        go_on(model, optimizer, range(3))
+        twin.load_state_dict(model.state_dict())
+        set_optimizer_state_dict(twin, fresh, copy.deepcopy(get_optimizer_state_dict(model, optimizer)))
+        go_on(model, optimizer, range(3, 6))
+        go_on(twin, fresh, range(3, 6))
+    else:
+        make, params = LOST_BY_TORCH[kind], (lambda m: m.parameters())
+        optimizer, fresh = make(params(model)), make(params(twin))
+        for steps in (range(4), range(4, 6)):  # before the first step too
+            with pytest.raises(RuntimeError, match="would lose a part of the state of .* hf_compressopt.save_state"):
+                if kind == "GradientCompression":
+                    dcp.save({"gradients": optimizer}, checkpoint_id="nowhere")
+                else:
+                    get_optimizer_state_dict(model, optimizer)
+            go_on(model, optimizer, steps)
+            go_on(twin, fresh, steps)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    if kind == "GradientCompression":
+        assert torch.equal(model.body.weight.grad, twin.body.weight.grad)

@@ -364,3 +364,27 @@ def test_a_load_drops_the_parameters_that_were_put_aside(rank: int, world_size: 
         optimizer.load_state_dict(state)
     context.__exit__(None, None, None)
     assert torch.equal(flat(model), own)
+
+
+@pytest.mark.parametrize("way", ["files", "state dict"])
+@pytest.mark.parametrize("writers", [(0, 1), (1,)], ids=str)
+@on_ranks(2)
+def test_values_written_before_a_save_outlive_the_first_sync_of_the_resumed_run(
+    rank: int, world_size: int, writers: tuple[int, ...], way: str, tmp_path: Path
+) -> None:
+    model, optimizer = make()
+    train(model, optimizer, rank, range(INSIDE))
+    if rank in writers:
+        load_best(model)
+    save_state(optimizer, tmp_path)
+    packed, own = optimizer.state_dict(), flat(model)
+    resumed, other = make()
+    if way == "files":
+        load_state(other, tmp_path)
+    else:
+        nn.utils.vector_to_parameters(own.clone(), resumed.parameters())
+        other.load_state_dict(packed)
+    assert torch.equal(flat(resumed), own)
+    for each in ((model, optimizer), (resumed, other)):
+        train(*each, rank, range(INSIDE, 16))
+    assert torch.equal(flat(model), flat(resumed)) and float(flat(model).mean()) > 1
