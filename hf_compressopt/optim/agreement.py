@@ -313,6 +313,8 @@ def _scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply gradients in place. Lazily negated and expanded ones get new memory: torch refuses to write to it."""
     plain: list[Tensor] = []
     for grad in grads:
+        if grad._is_zerotensor():
+            continue  # lazy zeros, to which torch cannot write
         if not holds_values(grad) or 0 in grad.stride():
             grad.data = _times(grad, factor)
         else:
@@ -324,7 +326,9 @@ def _scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
 
 def _times(grad: Tensor, factor: float | Tensor) -> Tensor:
     """Return the product, rounded once also if the factor is on the device."""
-    return grad * factor if isinstance(factor, float) else (grad.float() * factor.float()).to(grad.dtype)
+    if isinstance(factor, float):
+        return (grad * factor).to(grad.dtype)  # torch makes float64 of a lazy zero without dimensions
+    return (grad.float() * factor.float()).to(grad.dtype)
 
 
 def find_fault(params: Sequence[Tensor], grads: Sequence[Tensor | None], names: Sequence[str]) -> Exception | None:

@@ -215,10 +215,13 @@ def test_lazily_negated_gradients_and_parameters_train_as_plain_ones(
 
 def test_gradients_that_cannot_be_written_in_place_are_clipped() -> None:
     params = [nn.Parameter(torch.ones(4)) for _ in range(4)]
-    optimizer = OnebitAdam(params, freeze_step=9)
+    lazy = [nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0, 3))]
+    optimizer = OnebitAdam([*params, *lazy], freeze_step=9)
     kinds = [negated(torch.ones(4)), torch.ones(1).expand(4), torch._efficientzerotensor(4), torch.ones(8)[::2]]
     for param, grad in zip(params, kinds, strict=True):
         param.grad = grad
+    for param in lazy:
+        param.grad = torch._efficientzerotensor(param.shape)
     norm = optimizer.clip_grad_norm_(1.0)
     assert float(norm) == pytest.approx(12**0.5)
     for param in (params[0], params[1], params[3]):
