@@ -12,7 +12,7 @@ LIMITS = {
     "docs/training.md": 1500,
     "docs/multi_node.md": 1200,
     "docs/memory_and_zero.md": 1500,
-    "docs/checkpoints.md": 900,
+    "docs/checkpoints.md": 950,
     "docs/options.md": 2000,
     "docs/benchmarks.md": 1500,
     "docs/convergence.md": 900,
