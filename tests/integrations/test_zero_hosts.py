@@ -256,7 +256,7 @@ class Centred(nn.Module):
         self.register_buffer("calls", torch.tensor(0, dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(x)
+        y = self.inner(x) + x[:, :4]  # the ranks' inputs are apart
         with torch.no_grad():
             self.centre += 0.1 * (y.mean(0) - self.centre)
             self.calls += 1
@@ -295,7 +295,7 @@ def train_centred(rank: int, how: str, *, resume: str = "", save: str = "", broa
         copied(torch.ones(2, 8))
     made.train()
     accelerator.free_memory()
-    if stage and rank == 0:
+    if rank == 0:
         made(torch.ones(2, 8))
     return [[p.detach().clone() for p in made.parameters()], [b.clone() for b in made.buffers()]]
 
