@@ -185,7 +185,7 @@ class LowBitState(State):
         senders = values["world_size"] // values.get(NODE_SIZE, 1)
         if senders > 1 and Kind.WORKER not in saved and any(tensor.key.kind == Kind.WORKER for tensor in described):
             raise ValueError(
-                f"it holds no errors, and the messages of {senders} ranks or nodes had some: it is not whole, save it again"
+                f"it holds no errors, and the messages of {senders} ranks or nodes had some: save it again"
             )
 
         def commit() -> None:
