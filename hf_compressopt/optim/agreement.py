@@ -546,6 +546,11 @@ def _bits(tensors: Iterable[Tensor]) -> int:
     return int(sum(bit_sum(tensor) for tensor in tensors))
 
 
+def _tolerance(tensor: Tensor, steps: int) -> float:
+    """Return by how much, of its largest element, rounding makes a tensor of one rank another one in so many steps."""
+    return min(_MOST, 8 * math.sqrt(steps) * torch.finfo(tensor.dtype).eps)
+
+
 def _take_first_ranks(states: Sequence[GroupState], steps: int, communicator: Communicator) -> float:
     """Replace parameters, moments and coefficients by rank 0's. All ranks call.
 
@@ -553,7 +558,7 @@ def _take_first_ranks(states: Sequence[GroupState], steps: int, communicator: Co
     """
     worst = torch.zeros((), dtype=torch.float64, device=communicator.device)
     for tensor in (tensor for state in states for tensor in _replicated(state)):
-        tolerance = min(_MOST, 8 * math.sqrt(steps) * torch.finfo(tensor.dtype).eps)
+        tolerance = _tolerance(tensor, steps)
         difference = largest = torch.zeros((), dtype=torch.float64, device=tensor.device)
         flat = tensor.reshape(-1)  # a view, or a copy of what has other strides
         for chunk in torch.split(flat, _CHUNK):
@@ -564,6 +569,22 @@ def _take_first_ranks(states: Sequence[GroupState], steps: int, communicator: Co
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
         share = torch.where(difference > 0, difference / (largest * tolerance), 0.0)
+        worst = torch.maximum(worst, torch.nan_to_num(share, nan=torch.inf, posinf=torch.inf))
+    communicator.all_reduce(worst, op="max").wait()
+    return float(worst)
+
+
+def _distance_from_first(tensors: Iterable[Tensor], steps: int, communicator: Communicator) -> float:
+    """Return the largest difference from rank 0's tensors on any rank, as _take_first_ranks() does. All ranks call."""
+    worst = torch.zeros((), dtype=torch.float64, device=communicator.device)
+    for tensor in tensors:
+        difference = largest = torch.zeros((), dtype=torch.float64, device=tensor.device)
+        for chunk in torch.split(tensor.reshape(-1), _CHUNK):
+            first = chunk.clone()
+            communicator.broadcast(first)
+            difference = torch.maximum(difference, (chunk.double() - first.double()).abs().max())
+            largest = torch.maximum(largest, first.abs().max().double())
+        share = torch.where(difference > 0, difference / (largest * _tolerance(tensor, steps)), 0.0)
         worst = torch.maximum(worst, torch.nan_to_num(share, nan=torch.inf, posinf=torch.inf))
     communicator.all_reduce(worst, op="max").wait()
     return float(worst)
@@ -595,9 +616,8 @@ class Consensus:
         self._unread: StepGradients | None = None  # what the message of a sync tells whether it is finite
         self.read = list[float]()  # the largest variances of the coming step, if it asks for them
         self.comparison = Comparison(states, communicator)
-        self.clipping: tuple[float | Tensor, float] | None = (
-            None  # norm and limit of the averaged gradients of the step
-        )
+        # norm and limit of the averaged gradients of the step
+        self.clipping: tuple[float | Tensor, float] | None = None
         self._limit: float | None = None  # to which the gradients of the step are clipped
         self.held_fault: Exception | None = None  # in this rank's gradients since the last sync of 0/1 Adam
 
@@ -836,7 +856,7 @@ class Consensus:
         Gradients that are not ``usable``, since they are not finite, may well be identical.
         """
         if self._gradients_compared and alike and not alike[0]:
-            self._raise_drift(plan)
+            self._heed_drift(plan)
         self.heed_gradients([alike[0] and usable] if alike else [])
 
     def _alike_values(self, plan: StepPlan) -> Iterator[tuple[str, Tensor]]:
@@ -846,19 +866,29 @@ class Consensus:
             for index, param in enumerate(state.params if state.own_rank is None else ()):
                 yield state.labels[index], state.view(state.extra["anchor"], index) if apart else param.detach()
 
-    def _raise_drift(self, plan: StepPlan) -> None:
-        """Raise on all ranks, with the names of the parameters that differ. All ranks call."""
-        rows = [(name, int(bit_sum(values))) for name, values in self._alike_values(plan)]
-        everyone = self.communicator.all_gather_object([bits for _, bits in rows])
-        columns = zip(*everyone, strict=True)
-        names = [name for (name, _), column in zip(rows, columns, strict=True) if len(set(column)) > 1]
-        shown = ", ".join([*names[:4], "..."] if len(names) > 4 else names)
-        raise ValueError(
-            f"step {plan.step}: the parameters of the ranks have drifted apart: {len(names)} of {len(rows)} differ "
-            f"({shown}). Something changes them on each rank alone: code that reads p.grad after backward or step() "
-            "(AdaLoRA, pruning by gradients), where gradients stay each rank's own after the warmup stage, or that "
-            "draws random numbers of each rank's own. Let it run on one rank, and broadcast what it decides"
-        )
+    def _heed_drift(self, plan: StepPlan) -> None:
+        """Take rank 0's parameters where the ranks differ by rounding; raise if they differ by more. All ranks call."""
+        rows = list(self._alike_values(plan))
+        with self.communicator.traffic.paused():
+            everyone = self.communicator.all_gather_object([int(bit_sum(values)) for _, values in rows])
+            columns = zip(*everyone, strict=True)
+            apart = [row for row, column in zip(rows, columns, strict=True) if len(set(column)) > 1]
+            by_rounding = _distance_from_first([values for _, values in apart], plan.step - 1, self.communicator) <= 1
+            for _, values in apart if by_rounding else ():
+                self.communicator.broadcast(values)
+        shown = ", ".join([*(name for name, _ in apart[:4]), *(["..."] if len(apart) > 4 else [])])
+        if not by_rounding:
+            raise ValueError(
+                f"step {plan.step}: the parameters of the ranks have drifted apart: {len(apart)} of {len(rows)} differ "
+                f"({shown}). Something changes them on each rank alone: code that reads p.grad after backward or "
+                "step() (AdaLoRA, pruning by gradients), where gradients stay each rank's own after the warmup stage, "
+                "or that draws random numbers of each rank's own. Let it run on one rank, and broadcast what it decides"
+            )
+        if self.communicator.rank == 0:
+            message = (
+                "step %d: parameters of the ranks differ by rounding (unlike devices?): all take those of rank 0: %s"
+            )
+            write_log(logger, logging.WARNING, message, plan.step, shown)
 
     def _gradient_digest(self, gradients: Grads | None) -> int | Tensor:
         """Return a digest of this rank's gradients, [] int64; the rank if they are all 0."""

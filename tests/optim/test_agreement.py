@@ -234,6 +234,23 @@ def test_parameters_that_drift_apart_are_noticed(rank: int, world_size: int, nam
     assert counts[DRIFT_INTERVAL - 1] == counts[DRIFT_INTERVAL + 3]
 
 
+@pytest.mark.parametrize("name", FAMILY)
+@on_ranks(2)
+def test_parameters_that_drift_apart_by_rounding_are_mended(rank: int, world_size: int, name: str) -> None:
+    """As on unlike devices; a transposed one too."""
+    params = [nn.Parameter(torch.ones(7, 9).t()), nn.Parameter(torch.ones(8))]
+    optimizer = optimizer_of(name, [("a", params[0]), ("b", params[1])])
+    with log_lines() as lines:
+        for step in range(DRIFT_INTERVAL):
+            draw(params, optimizer, rank, step)
+            if step == 40 and rank == 1:
+                with torch.no_grad():
+                    (optimizer.state[params[0]]["anchor"] if name == "ZeroOneAdam" else params[0]).mul_(1 + 3e-7)
+            optimizer.step()
+    said = "step 256: parameters of the ranks differ by rounding (unlike devices?): all take those of rank 0: a"
+    assert same_on_all_ranks(params) and lines.count(said) == (rank == 0)
+
+
 @pytest.mark.parametrize(("numel", "size"), [(100_000, 1e17), (40, 1e30)])
 @on_ranks(2)
 def test_gradients_whose_norm_is_too_large_are_clipped_or_skipped(
