@@ -241,7 +241,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             for optimizer in filter(follows_plan, map(innermost, own)):
                 length = log.SchedulerLength(optimizer, scheduler, max(1, steps // per_step), per_step)
                 length.fit()
-                self._compressopt.lengths.append(length)
+                if hasattr(scheduler, "last_epoch"):
+                    self._compressopt.lengths.append(length)
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
