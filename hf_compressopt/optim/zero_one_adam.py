@@ -435,6 +435,7 @@ class ZeroOneAdam(CompressedOptimizer):
         if not alike[0]:
             self._consensus.comparison.require_same_snapshot()
             self.communicator.require_equal("their learning rates since the last sync", so_far)
+        self._consensus.comparison.compare_new_groups(plan)
         self._consensus.heed_second(plan, alike[1:], usable=usable)
         return anywhere, usable
 
