@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from hf_compressopt.kernels import sum_of_squares
 from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
-from hf_compressopt.kernels.memory import in_memory
+from hf_compressopt.kernels.memory import flat_view, in_memory
 
 _CHUNK = 1 << 18  # elements of which a wider copy may be made
 
@@ -97,7 +97,7 @@ def is_zero(tensor: Tensor) -> bool:
 
 def bit_sum(tensor: Tensor) -> Tensor:
     """Return the sum of all elements' bits, read as integers, [] int64: exact, so that its order does not matter."""
-    flat = in_memory("the tensor", tensor).view(-1)
+    flat = flat_view(in_memory("the tensor", tensor))
     narrow = torch.int32 if flat.element_size() == 4 else torch.int16
     whole = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()  # elements that fill 8 bytes
     parts = [flat[whole:].view(narrow).sum(dtype=torch.int64)] if whole < flat.numel() or not whole else []

@@ -106,7 +106,7 @@ def test_values_written_before_a_save_are_those_that_come_back(
         assert not list(different(bits(model), bits(resumed)))
 
 
-def laid_out() -> dict[str, torch.Tensor]:
+def laid_out(wide: bool) -> dict[str, torch.Tensor]:
     """Values by their layout in memory: with gaps, in another order, negated lazily, off a word, without elements."""
     generator = torch.Generator().manual_seed(5)
 
@@ -121,6 +121,7 @@ def laid_out() -> dict[str, torch.Tensor]:
         "column16": draw(40, 7, dtype=torch.bfloat16)[:, :1],
         "one": draw(2)[::2],
         "one16": draw(2, dtype=torch.bfloat16)[::2],
+        **({"one64": draw(2, dtype=torch.float64)[::2]} if wide else {}),
         "every second": draw(70)[::2],
         "off a word": draw(601)[1:].view(30, 20),
         "negated": torch.complex(draw(30, 20), draw(30, 20)).conj().imag,
@@ -129,7 +130,7 @@ def laid_out() -> dict[str, torch.Tensor]:
 
 
 def train_laid_out(rank: int, options: dict[str, Any], plain: bool, folder: Path) -> list[torch.Tensor]:
-    values = laid_out().items()
+    values = laid_out(wide="grad_compression" not in options).items()
     params = {name: nn.Parameter(v.resolve_neg().clone().contiguous() if plain else v) for name, v in values}
     optimizer = ZeroOptimizer(params.items(), FusedAdam, lr=0.01, **options)
     for step in range(3):
