@@ -35,6 +35,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -184,22 +185,35 @@ def part_d(proof: Proof) -> None:
     import benchmark_kernels as speed
     import torch
 
-    torch.manual_seed(0)
     if not proof.gpu:
         torch.set_num_threads(1)
-    numel, rounds = (100_000_000, 10) if proof.gpu else (300_000, 3)
     for dtype in (torch.bfloat16, torch.float32):
-        for cases in (speed.sign_cases(numel, proof.device, dtype), speed.integer_cases(numel, proof.device)):
-            for row in speed.measure_kernels(numel, cases, rounds=rounds, slow=0, device=proof.device):
-                proof.tell(True, what="kernel", numel=numel, parameters=str(dtype), **row)
+        tell_kernels(proof, dtype)
     sizes = {"124M": speed.gpt2(), "355M": speed.gpt2(1024, 24)} if proof.gpu else {"tiny": speed.gpt2(32, 2, 512)}
     for ranks in (1, 8) if proof.gpu else (1, 2):
         for title, numels in sizes.items():
             for name in STEPS if ranks > 1 else ["AdamW, fused", *STEPS]:
-                for bucket_mb in (
-                    (25.0, 100.0) if proof.gpu and name in LARGE_BUCKETS else (25.0 if proof.gpu else 0.1,)
-                ):
+                for bucket_mb in bucket_sizes(proof, name):
                     tell_step(proof, title, name, numels, ranks, bucket_mb)
+
+
+def tell_kernels(proof: Proof, dtype: Any) -> None:
+    """Measure the kernels on a bucket whose parameters and gradients have this dtype."""
+    import benchmark_kernels as speed
+    import torch
+
+    torch.manual_seed(0)
+    numel, rounds = (100_000_000, 10) if proof.gpu else (300_000, 3)
+    cases = [*speed.sign_cases(numel, proof.device, dtype), *speed.integer_cases(numel, proof.device)]
+    for row in speed.measure_kernels(numel, cases, rounds=rounds, slow=0, device=proof.device):
+        proof.tell(True, what="kernel", numel=numel, parameters=str(dtype), **row)
+
+
+def bucket_sizes(proof: Proof, name: str) -> list[float]:
+    """MiB of buckets with which a step is measured."""
+    if not proof.gpu:
+        return [0.1]
+    return [25.0, 100.0] if name in LARGE_BUCKETS else [25.0]
 
 
 def tell_step(proof: Proof, title: str, name: str, numels: list[int], ranks: int, bucket_mb: float) -> None:
@@ -337,7 +351,7 @@ METRICS = (
 
 def part_e(proof: Proof) -> None:
     """Bytes, time, occupancy and registers of some launches of each kernel, by ncu."""
-    ncu = shutil.which("ncu")
+    ncu = shutil.which("ncu") or next(iter(glob("/opt/nvidia/nsight-compute/*/ncu")), None)
     if not proof.gpu or ncu is None:
         return proof.tell(None, what="ncu", because="it is not installed, or there is no GPU")
     kernels = "regex:compress_tiles|compress_blocks|over_runs|find_nan|sketch_spans|step_tensors|square_items"
