@@ -92,6 +92,10 @@ class SendRecord:
         if later and param.grad is not None:
             self._waiting.add(param)
 
+    @property
+    def is_in_use(self) -> bool:
+        return bool(self._known)
+
     def answers_for(self, param: Tensor) -> bool:
         return param in self._known
 
@@ -124,17 +128,21 @@ class SendRecord:
         if self._communicator is None or key in self._examined:
             return
         self._examined.add(key)
-        unknown = [p for p in params if p.requires_grad and not _is_shard(p) and not is_answered_for(p)]
+        unknown = [
+            (name, param)
+            for name, param in named_parameters(optimizer)
+            if param.requires_grad and not _is_shard(param) and not is_answered_for(param)
+        ]
         if not unknown or not any(map(self.answers_for, params)):
             return
-        rows = [[size_of(param), size_of(param.grad)] for param in unknown]
-        others = self._communicator.all_gather_object(rows)
-        names = []
-        for place, param in enumerate(unknown):
-            (values, *_), (first, *more) = ([row[place][which] for row in others] for which in (0, 1))
-            replicated = all(row[place][0] == values for row in others)
-            if replicated and any(sizes_differ(size, first) for size in more):
-                names.append(_name_in(optimizer, param))
+        mine = [[size_of(param), size_of(param.grad)] for _, param in unknown]
+        everyone = self._communicator.all_gather_object(mine)
+        names: list[str] = []
+        for (name, _), rows in zip(unknown, zip(*everyone, strict=True), strict=True):
+            value, gradient = rows[0]
+            is_replicated = all(others == value for others, _ in rows)
+            if is_replicated and any(sizes_differ(others, gradient) for _, others in rows):
+                names.append(name)
         if names:
             raise RuntimeError(
                 f"nobody has averaged the gradients of {listed(names)}, which {type(optimizer).__name__} has beside "
@@ -192,15 +200,13 @@ def _is_shard(param: Tensor) -> bool:
     return hasattr(param, "device_mesh")
 
 
-def _name_in(optimizer: torch.optim.Optimizer, wanted: Tensor) -> str:
-    """The name of a parameter in its param group, or its place and shape."""
-    before = 0
+def named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    """The parameters of an optimizer with their names, or with numbers and shapes."""
+    rows: list[tuple[str, Tensor]] = []
     for group in optimizer.param_groups:
-        for number, param in enumerate(group["params"]):
-            if param is wanted:
-                return str(group.get("param_names", {number: ""})[number] or f"parameter {before + number}")
-        before += len(group["params"])
-    return "a parameter"
+        unnamed = [f"parameter {len(rows) + at} {tuple(p.shape)}" for at, p in enumerate(group["params"])]
+        rows += zip(group.get("param_names", unnamed), group["params"], strict=True)
+    return rows
 
 
 def listed(names: Sequence[str]) -> str:
@@ -224,13 +230,14 @@ def _watch_steps() -> None:
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise an error before a step that would use a gradient which was to be sent, and was not; torch calls this."""
-    if not _RECORDS:
+    records = [record for record in _RECORDS if record.is_in_use]
+    if not records:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if getattr(optimizer, "sends_gradients", False) or kwargs.get("grads") is not None:  # in this step
         note_sent(params)
         return
-    for record in list(_RECORDS):
+    for record in records:
         record.examine(optimizer, params)
         if names := record.unsent(params):
             raise RuntimeError(

@@ -24,7 +24,7 @@ from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.collectives.backward import guard_torch_clipping
 from hf_compressopt.collectives.buffers import SharedBuffers
 from hf_compressopt.collectives.ddp import refuse_gradient_readers
-from hf_compressopt.collectives.sender import SendRecord, is_answered_for
+from hf_compressopt.collectives.sender import SendRecord, is_answered_for, named_parameters
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression, MessageOptions
@@ -308,7 +308,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             if follows_plan(optimizer):
                 rows = optimizer.shared_parameters()
             elif state.grad_compression != "none" and not owns_gradients(optimizer):
-                rows = _named_parameters(optimizer)
+                rows = named_parameters(optimizer)
             else:
                 continue
             rows = [row for row in rows if not is_answered_for(row[1])]
@@ -562,15 +562,6 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
         state = PlainState(optimizer)
         params, own = list(chain.from_iterable(state.params)), state.parameter_names()
     return [names.get(id(p), name) for p, name in zip(params, chain.from_iterable(own), strict=True)]
-
-
-def _named_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-    """The parameters of an ordinary optimizer by their names, or numbers and shapes."""
-    rows: list[tuple[str, Tensor]] = []
-    for group in optimizer.param_groups:
-        unnamed = [f"parameter {len(rows) + at} {tuple(p.shape)}" for at, p in enumerate(group["params"])]
-        rows += zip(group.get("param_names", unnamed), group["params"], strict=True)
-    return rows
 
 
 # -- attaching --------------------------------------------------------------------------------------------------------
