@@ -17,7 +17,7 @@ from hf_compressopt.optim.group import PIECES, GroupState, check_pieces, take_pi
 from hf_compressopt.optim.late import LATE_CLIP
 from hf_compressopt.optim.math import is_zero
 from hf_compressopt.optim.options import check_at_least, check_count, check_group, loadable_group
-from hf_compressopt.optim.warmup import LOSS_SCALE
+from hf_compressopt.optim.warmup import ERROR_CLIP, LOSS_SCALE
 from hf_compressopt.schedules import AUTO, Schedule, Stage, Warmup
 
 if TYPE_CHECKING:
@@ -102,7 +102,13 @@ TRAVELLED = "warmup_gradients"
 WRITTEN = "parameters_written"
 #: Key of a header that says that the ranks shared out the moments: server errors were those of updates then.
 SHARED_OUT = "moments_shared_out"
-_LENGTHS = {HISTORY: None, NOISE: 2, LATE_CLIP: 4, LOSS_SCALE: 1}  # of the tensors that belong to no group
+_LENGTHS = {
+    HISTORY: None,
+    NOISE: 2,
+    LATE_CLIP: 4,
+    LOSS_SCALE: 1,
+    ERROR_CLIP: 2,
+}  # of the tensors that belong to no group
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 

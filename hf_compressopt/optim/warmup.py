@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 #: Name of the tensor that holds the loss scale that the coming gradients are taken to carry, once a scaler has told it.
 LOSS_SCALE = "warmup_loss_scale"
+#: Name of the tensor that holds by how much the last averages were clipped, and whether the errors are, too.
+ERROR_CLIP = "error_clip"
 #: Legal values of ``warmup_bits``.
 WARMUP_BITS = (*INTEGER_BITS, 16, 32)
 
@@ -77,6 +79,7 @@ class WarmupGradients:
         A group travels as integers if it is ever compressed and whole in the round, its small parameters beside them.
         """
         self._follow()
+        self._clip_errors(False)
         self.ever_in_use = True
         self._travelled, self._assumed_scale = True, self._loss_scale if loss_scale is None else loss_scale
         held = [present, *(state.feedback for state in self._states)]
@@ -131,6 +134,8 @@ class WarmupGradients:
         :meth:`largest_variances` returns in this step, if it is known.
         """
         guarded, largest = self._guarded(plan), iter(read)
+        if guarded:
+            self._clip_errors(True)
         for state in guarded:
             for index in range(len(state.params)):
                 floor_variance_(state.view(state.exp_avg_sq, index), variance_floor)
@@ -148,6 +153,25 @@ class WarmupGradients:
         """Return what :meth:`signs` must know, [parameters], None if nothing; not fetched from the device."""
         found = [state.moments.largest_variances() for state in self._guarded(plan)]
         return torch.cat([each.to(self._communicator.device, torch.float64) for each in found]) if found else None
+
+    def note_clipping(self, coefficient: float) -> None:
+        """Take over by how much the averages of a step were clipped, after which a step sends signs.
+
+        Integers are sent before gradients are clipped, signs afterwards: between the two, errors change their unit.
+        """
+        self._tensors.pop(ERROR_CLIP, None)
+        if coefficient != 1:
+            self._tensors[ERROR_CLIP] = torch.tensor([coefficient, 0.0], dtype=torch.float64, device="cpu")
+
+    def _clip_errors(self, clipped: bool) -> None:
+        """Give the errors the unit of clipped gradients, or of gradients before they are clipped."""
+        coefficient, now = self._tensors[ERROR_CLIP].tolist() if ERROR_CLIP in self._tensors else (1.0, 0.0)
+        if coefficient == 1 or coefficient <= 0 or bool(now) is clipped:
+            return
+        for state in self._states:
+            if state.compressed and state.own_rank is None:
+                state.errors.scale_([coefficient if clipped else 1 / coefficient] * len(state.params))
+        self._tensors[ERROR_CLIP][1] = float(clipped)
 
     def note_loss_scale(self, scale: float) -> None:
         """Take over the factor that a scaler's gradients carried; errors of another one are divided by it."""

@@ -335,6 +335,13 @@ class ZeroOneAdam(CompressedOptimizer):
                 update = AdamUpdate(Average.of(exp_avg), exp_avg, variance, params, how, 1.0, corrections)
                 kernels.on(state.device).apply_adam_(update)  # (3)
 
+    def _take_step(self, plan: StepPlan, gradients: Grads | None) -> None:
+        super()._take_step(plan, gradients)
+        following = self.plan_at(plan.step + 1)
+        signs_follow = following.stage is Stage.VARIANCE and not following.update_variance
+        if plan.update_variance and signs_follow and self.warmup_gradients.in_messages:
+            self.warmup_gradients.note_clipping(self._consensus.clip_coefficient())
+
     def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
         return state.steps.tolist(), state.extra["variance_steps"].tolist()
 

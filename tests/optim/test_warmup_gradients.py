@@ -290,6 +290,40 @@ def test_errors_of_unclipped_gradients_are_clipped_as_the_momentum_at_the_switch
     torch.testing.assert_close(errors[1], errors[0] / norm, rtol=1e-2, atol=1e-7)
 
 
+@pytest.mark.parametrize("limit", [1e9, 6.0])
+@on_ranks(2)
+def test_integers_before_clipping_and_signs_after_it_share_their_errors(
+    rank: int, world_size: int, limit: float, tmp_path: Path
+) -> None:
+    """0/1 Adam's variance stage: what it applies adds up to the clipped averages, also after a resume."""
+
+    def make_it() -> hf_compressopt.ZeroOneAdam:
+        param = nn.Parameter(torch.zeros(64, 100))
+        return hf_compressopt.ZeroOneAdam([param], lr=0.01, freeze_step=40, var_update_scaler=2)
+
+    optimizer = make_it()
+    missed = torch.zeros(64, 100)
+    for step in range(14):
+        if step in (3, 10):  # a sign was the last message, and integers
+            hf_compressopt.save_state(optimizer, tmp_path / str(step))
+            optimizer = make_it()
+            hf_compressopt.load_state(optimizer, tmp_path / str(step))
+        (param,) = optimizer.trainable_parameters
+        shared, own = (
+            torch.randn(64, 100, generator=torch.Generator().manual_seed(s)) for s in (step, 20 + 2 * step + rank)
+        )
+        param.grad = shared + own
+        mean = param.grad.clone()
+        dist.all_reduce(mean.div_(world_size))
+        average_gradients(optimizer)
+        coefficient = min(1.0, limit / float(optimizer.clip_grad_norm_(limit)))
+        before = optimizer.state[param]["exp_avg"].clone()
+        optimizer.step()
+        missed += coefficient * mean - (optimizer.state[param]["exp_avg"] - 0.9 * before) / 0.1
+        assert missed.norm() < 1.2 * coefficient * mean.norm(), step
+    assert step == 13
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
