@@ -247,7 +247,7 @@ class PartitionedState(State):
     def tensors(self, names: Names) -> list[StateTensor]:
         optimizer, called = self._optimizer, self._qualified(names)
         optimizer.partition.require_replicas("save_state()")
-        optimizer.partition.follow()  # masters take over what other code has written into the parameters
+        optimizer.partition.take_written_values()
         tensors = list(error_tensors(optimizer.partition, called))
         singles: dict[TensorKey, str] = {}
         for part, row in rows_of(optimizer):

@@ -220,6 +220,15 @@ class PartitionedParameters:
 
         return restore
 
+    @torch.no_grad()
+    def take_written_values(self) -> None:
+        """Give masters what other code has written into the parameters, if a load makes parameters of the masters.
+
+        Else the next step takes over what is not rounded from them, after a load too.
+        """
+        if self.has_replicas:
+            self.follow()
+
     def require_replicas(self, doing: str) -> None:
         if self.holds_masters:
             raise RuntimeError(f"{doing} inside masters_in_parameters(): leave the block first, it only lends masters")

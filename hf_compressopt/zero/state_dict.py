@@ -105,8 +105,7 @@ def pack(optimizer: ZeroOptimizer, packed: dict[str, Any], *, in_shards: bool) -
     if in_shards:
         return make_stub(packed, optimizer.steps)
     optimizer.partition.require_replicas("state_dict()")
-    with torch.no_grad():
-        optimizer.partition.follow()  # masters take over what other code has written into the parameters
+    optimizer.partition.take_written_values()
     numbers = {id(tensor): number for number, tensor in enumerate(dict.fromkeys(_all_parameters(optimizer)))}
     for part, row in rows_of(optimizer):
         row |= {REPLICA: row[REPLICA].clone()} if part.is_ahead else {}
