@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_compressopt.announce import Announcement
 from hf_compressopt.collectives.backward import take_over
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.collectives.feedback import ErrorFeedback
@@ -145,6 +146,7 @@ class GradientCompression:
             self._connect()
         self._rounds, self._buckets = GradientRounds(), list[IntegerBucket]()
         self._checked = False
+        self._announcement = Announcement()
         take_over(self.params, "GradientCompression")
         self._record = self._answer(rows)
 
@@ -328,6 +330,7 @@ class GradientCompression:
     def _start(self) -> None:
         """Start the round of a step. All ranks call."""
         self._check_ranks()
+        self._announcement.begin(self)
         scale, old = scale_of(self._loss_scale), self.errors.feedback
         if not self._buckets:
             rows = zip(self.layout.buckets, old, strict=True)
@@ -343,6 +346,7 @@ class GradientCompression:
         self.steps_not_finite += bool(not_finite)
         self.steps += 1
         self.traffic.end_step()
+        self._announcement.end(self)
 
     def _warn_not_finite(self) -> None:
         """Say whose gradients were not finite, by what their messages have missed. All ranks call."""

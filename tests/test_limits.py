@@ -47,7 +47,7 @@ ROWS = [
     ["grad_compression"],
     ["collectives"],
     ["kernels"],
-    ["flat", "schedules", "format", "options", "quantities"],
+    ["flat", "schedules", "format", "options", "quantities", "announce"],
 ]
 LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
 HOSTS = {"transformers", "accelerate"}

@@ -8,6 +8,7 @@ ranks whose graphs differ do not wait for each other.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -41,6 +43,17 @@ class Sender(Protocol):
     def end_pass(self) -> None: ...  # after all buckets
     def interrupted(self) -> None: ...  # after a backward pass that raised before its end
     def holds_gradients(self) -> bool: ...  # whether gradients were taken that no step has used
+
+
+class ClipsTogether(Protocol):
+    """An optimizer that clips by a norm on which all ranks agree."""
+
+    @property
+    def communicator(self) -> Communicator: ...
+    @property
+    def local_gradients(self) -> bool: ...  # whether gradients of the coming step are this rank's own
+    @property
+    def trainable_parameters(self) -> list[Tensor]: ...
 
 
 # The order of messages is a matter of the process, not of one optimizer. Numbers are alike on all ranks.
@@ -67,6 +80,7 @@ class BackwardPasses:
         self._handles: list[RemovableHandle] = []
         self._owned: set[int] = set()  # by id: the sender keeps the parameters alive
         self._open = self._begun = self._sends = False
+        self._compared = False  # with the DistributedDataParallel models of this process
         self._task: int | None = None  # of the pass under way, and of a backward that an autograd function in it called
         self._nested: int | None = None
         self._number = next(_NUMBERS)
@@ -80,6 +94,7 @@ class BackwardPasses:
         """Add parameters, whose numbers follow those of earlier ones, and buckets of the numbers of their members."""
         global _steps_are_watched
         take_over(params, self.name)
+        guard_torch_clipping()
         for number, param in enumerate(params, start=len(self._handles)):
             hook = _hook(WeakMethod(self.gradient_arrived), number)
             self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -178,7 +193,22 @@ class BackwardPasses:
         return sender
 
     def _begin(self) -> None:
+        if not self._compared and self._communicator.world_size > 1:
+            self._compared = True
+            self._check_no_ddp()
         self._sends, self._begun = self._owner().begin_pass(), True
+
+    def _check_no_ddp(self) -> None:
+        """Raise if a DistributedDataParallel model averages gradients that are sent from here."""
+        for model in [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]:
+            for name, param in model.module.named_parameters():
+                if param.requires_grad and id(param) in self._owned and name not in model.parameters_to_ignore:
+                    raise ValueError(
+                        f"{self.name} averages the gradient of {name} during backward, and so does a "
+                        "DistributedDataParallel around the model: each would be sent twice. Do not wrap the model "
+                        "(Trainer and Accelerate do not); if other parameters need DistributedDataParallel, call "
+                        "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) before"
+                    )
 
     def _elders(self) -> list[BackwardPasses]:
         """Return those that send before this one."""
@@ -241,7 +271,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 # -- torch's own clipping, which sees no gradients that were freed, and would silently clip nothing --------------------
 
 _GUARDED = "_compressopt_guards"
-_said = False
+#: Optimizers whose gradients are each rank's own in some steps, until torch's functions have clipped them there.
+_APART: WeakSet[ClipsTogether] = WeakSet()
 _INSTEAD = {
     "clip_grad_value_": "clip by norm with optimizer.clip_grad_norm_(max_norm), or use an optimizer without ZeRO",
     "_clip_grads_with_norm_": "call optimizer.clip_grad_norm_(max_norm) in its place, or make the optimizer with "
@@ -253,7 +284,8 @@ def guard_torch_clipping() -> None:
     """Make torch's functions that clip gradients raise an error if a living optimizer has freed these gradients.
 
     Those functions see no gradients under ZeRO, and clip nothing. :func:`hf_compressopt.register` and
-    :func:`hf_compressopt.attach` call this; a plain loop may call it once at its start.
+    :func:`hf_compressopt.attach` call this, and so does an optimizer that frees gradients, or has gradients of its own
+    on each rank: for those a warning says that ranks clip by different norms.
 
     ``clip_grad_norm_`` clips by ``_clip_grads_with_norm_``, which it looks up at each call: the guard reaches scripts
     that imported ``clip_grad_norm_`` before. Other parameters are clipped as ever.
@@ -269,22 +301,32 @@ def guard_torch_clipping() -> None:
                 setattr(module, alias, guarded)
 
 
-def warn_unguarded() -> None:
-    """Warn once, without the guard, that torch's functions would silently clip nothing."""
-    global _said
-    if not _said and not hasattr(torch.nn.utils.clip_grad._clip_grads_with_norm_, _GUARDED):
-        logger.warning(
-            "training under ZeRO without clipping: optimizer.clip_grad_norm_(max_norm) clips, but "
-            "torch.nn.utils.clip_grad_norm_ sees no gradients and clips nothing. hf_compressopt.guard_torch_clipping() "
-            "makes it raise an error instead, and ends this warning"
-        )
-    _said = True
+def watch_clipping(optimizer: ClipsTogether) -> None:
+    """Warn once if torch's functions clip gradients of this optimizer that are each rank's own."""
+    _APART.add(optimizer)
+    guard_torch_clipping()
+
+
+def _warn_of_different_norms(params: Sequence[Tensor]) -> None:
+    for optimizer in list(_APART):
+        if optimizer.communicator.world_size == 1 or not optimizer.local_gradients:
+            continue
+        own = {id(param) for param in optimizer.trainable_parameters}
+        if any(id(param) in own for param in params):
+            _APART.discard(optimizer)
+            logger.warning(
+                "torch.nn.utils clips each rank by the norm of its own gradients, which %s has in this stage: ranks "
+                "scale them by different factors, and the loss suffers. Call optimizer.clip_grad_norm_(max_norm), "
+                "which clips alike on all ranks, or give the optimizer max_grad_norm",
+                type(optimizer).__name__,
+            )
 
 
 def _guarded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         known = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        _warn_of_different_norms(known)
         if any(passes.owned_of(known) for passes in list(_LIVING)):
             raise RuntimeError(
                 "torch.nn.utils cannot clip the gradients under ZeRO, which are shared out among the ranks: "

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from hf_compressopt.announce import Announcement
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.collectives.exchange import (
     BucketErrors,
@@ -212,6 +213,7 @@ class FSDPCompression:
         for unit in trained:
             self._record.add(zip(unit.names, unit.params, strict=True))
         self.steps = 0
+        self._announcement = Announcement("FSDP2")
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._loss_scale, self._scale = loss_scale, 1.0  # the latter in the pass under way
         self._checked, self._pass = False, -1
@@ -350,6 +352,7 @@ class FSDPCompression:
         if task == self._pass:
             return
         self._check_ranks()
+        self._announcement.begin(self)
         self._pass, self._faults, self._scale = task, [], scale_of(self._loss_scale)
         for errors in self.units:  # of a pass that raised before its end
             errors.used = False
@@ -370,6 +373,7 @@ class FSDPCompression:
         self._pass, self._faults = -1, []
         self.steps += 1
         self.traffic.end_step()
+        self._announcement.end(self)
 
     def _check_ranks(self) -> None:
         """Check once that all replicas have the same options, units and parameters; else a ValueError on all."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.amp import GradScaler, innermost
+from hf_compressopt.announce import show_log
 from hf_compressopt.checkpoint import io
 from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.collectives.backward import guard_torch_clipping
@@ -44,7 +45,7 @@ from hf_compressopt.integrations.models import (
     undo_evaluation_mode,
     without_compile,
 )
-from hf_compressopt.integrations.plugin import AUTO, UNREAD, CompressOptPlugin
+from hf_compressopt.integrations.plugin import UNREAD, CompressOptPlugin
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
@@ -61,8 +62,6 @@ class Attachment:
     by_trainer: bool = False  # a Trainer has set the options
     asked: str = ""  # how the user asked for an optimizer of this package, in words
     checked: bool = False  # since the last object was prepared
-    said: list[str] = field(default_factory=list)  # lines of the log that were written
-    untold: list[Any] = field(default_factory=list)  # optimizers and compressions whose first step is not over
     models: Models = field(default_factory=Models)
     partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
     following: set[int] = field(default_factory=set)  # parameters (by id) of compressed optimizers given to prepare
@@ -169,7 +168,6 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         prepared = super().prepare(*args, **kwargs)
         if self.distributed_type == DistributedType.FSDP:
             self._compress_sharded(prepared if isinstance(prepared, (tuple, list)) else (prepared,))
-        self._advise_on_auto(args)
         return prepared
 
     def prepare_model(
@@ -271,19 +269,6 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if state.grad_compression != "none" and models:
             state.models.compress_sharded(models, state.grad_compression, state.messages, self._loss_scale)
 
-    def _advise_on_auto(self, args: Sequence[Any]) -> None:
-        """Say that the length of the run is unknown, if the plugin made an optimizer and nothing has told it."""
-        plugin = self._compressopt.plugin
-        if plugin is None or plugin.freeze_step != AUTO or plugin.optimizer == "none" or not self.is_main_process:
-            return
-        prepared = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
-        if prepared and not all(map(log.is_fitted, filter(follows_plan, self.optimizers_inside()))):
-            logger.info(
-                "freeze_step='auto' does not know the length of the run: give CompressOptPlugin(total_steps=...), or "
-                "prepare a learning-rate scheduler of transformers or OneCycleLR too; otherwise the variance alone "
-                "decides, and a short run may compress nothing"
-            )
-
     def _bind(self) -> None:
         """Give every model the hook that its optimizers need."""
         state, optimizers = self._compressopt, self.optimizers_inside()
@@ -374,9 +359,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if not state.checked and self.num_processes > 1:
             self._check_attached()
         super().backward(loss * scales.pop() if scales - {1.0} else loss, **kwargs)
-        if not state.checked or state.untold:
-            self._tell()
-            state.checked = True
+        state.checked = True
 
     def _check_attached(self) -> None:
         """Check at the start of a training that an optimizer of this package trains, if the user asked for one."""
@@ -394,27 +377,6 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             "accelerator an optimizer that it can replace (AdamW), or one of this package; in a Trainer have "
             "create_optimizer return such a one. To train without compression leave the option out"
         )
-
-    def _tell(self) -> None:
-        """Write to the log what was attached, and after the first step how much less was sent."""
-        state = self._compressopt
-        if not state.checked:
-            state.untold = [*self.our_optimizers(), *state.models.compressions()]
-            lines = []
-            for found in state.untold:
-                schedule = log.describe_schedule(found) if follows_plan(found) else ""
-                lines.append(f"attached {found.describe()}" + (f" ({schedule})" if schedule else ""))
-        else:
-            stepped = [found for found in state.untold if found.metrics()["bytes_sent_step"] > 0]
-            state.untold = [found for found in state.untold if found not in stepped]
-            lines = [line for found in stepped if (line := log.describe_saving(found))]
-            if self.is_main_process:
-                for excess in filter(None, map(log.describe_excess, stepped)):
-                    logger.warning("%s", excess)
-        for line in lines if self.is_main_process else ():
-            if line not in state.said:
-                state.said.append(line)
-                logger.info("%s", line)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Log as Accelerate does, with the optimizers' metrics as ``compressopt/...``."""
@@ -605,7 +567,7 @@ def _attach_and_prepare(name: str, original: Callable[..., Any], self: Accelerat
             )
         return original(self, *args, **kwargs)
     if ours:
-        log.show_log()
+        show_log(always=True)
     return getattr(make_ours(self), name)(*args, **kwargs)
 
 
@@ -629,7 +591,7 @@ def attach(accelerator: Accelerator, plugin: CompressOptPlugin | None = None) ->
             "attach right after Accelerator(...), or use CompressOptAccelerator instead"
         )
     if not ours:
-        log.show_log()
+        show_log(always=True)
         make_ours(accelerator)
     if plugin is not None:
         accelerator._compressopt.take(plugin)

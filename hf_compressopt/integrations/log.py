@@ -3,51 +3,21 @@
 from __future__ import annotations
 
 import logging
-import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX
-from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.optim.base import CompressedOptimizer
-from hf_compressopt.quantities import with_unit
 from hf_compressopt.schedules import AUTO
-from hf_compressopt.zero.memory import memory_report
-from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
 _LOGGED = (
     *("stage", "zero_stage", "bytes_sent", "bytes_sent_step", "bytes_sent_in_node"),
     *("compression_ratio", "seconds_communication", "gradient_noise_scale"),
 )
-#: A ratio of bytes that is worth a line in the log.
-_NOTABLE = 1.05
 _steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of the run, by optimizer
-_fits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # the schedule that was chosen for it, in words
-
-
-class _ProgressBarHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes a line above the progress bars."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm
-
-        with suppress(Exception):  # a terminal that is gone must not end the training
-            tqdm.write(self.format(record), file=sys.stderr)
-
-
-def show_log() -> None:
-    """Show the package's lines on the terminal, unless the program has configured the package's logger."""
-    package = logging.getLogger("hf_compressopt")
-    if not package.handlers and package.level == logging.NOTSET:
-        handler = _ProgressBarHandler()
-        handler.setFormatter(logging.Formatter("[hf_compressopt] %(message)s"))
-        package.addHandler(handler)
-        package.setLevel(logging.INFO)
-        package.propagate = False
 
 
 def prefix_of(number: int) -> str:
@@ -61,53 +31,12 @@ def prefixed_metrics(*states: Any) -> dict[str, float]:
     return {f"{prefix}/{name}": metrics[name] for prefix, metrics in numbered for name in _LOGGED if name in metrics}
 
 
-def describe_saving(state: Any) -> str:
-    """Compare the bytes of the last step with DDP's, and ZeRO's state with the whole; "" if none is saved."""
-    said = []
-    full, sent, ratio, link = _last_step(state)
-    if sent and ratio >= _NOTABLE:
-        said.append(f"{_alone(state)} would send {full} a step{link}, this run sends {sent} ({ratio:.1f}x fewer)")
-    if isinstance(state, ZeroOptimizer) and state.communicator.world_size > 1:
-        found = memory_report(state)
-        whole = with_unit((found.states + found.masters) * state.communicator.world_size)
-        said.append(f"{with_unit(found.states + found.masters + found.errors)} of state on this rank, not {whole}")
-    return "; ".join(said)
-
-
-def describe_excess(state: Any) -> str:
-    """Say that the last step has sent more than DDP would, and what helps; "" if it has not."""
-    full, sent, ratio, link = _last_step(state)
-    if not sent or ratio > 1 / _NOTABLE:
-        return ""
-    remedy = "use an ordinary optimizer with grad_compression=int4"
-    if isinstance(state, ZeroOptimizer) and state.stage == 2:
-        remedy = (
-            "stage 2 sends the gradients of every micro-batch; with gradient accumulation zero_stage=1 sends once a "
-            "step, and grad_compression=int4 without ZeRO sends least"
-        )
-    return (
-        f"this run sends {sent} a step{link}, {1 / ratio:.1f}x more than {_alone(state)}, which would send {full}: "
-        f"{remedy}"
-    )
-
-
-def _last_step(state: Any) -> tuple[str, str, float, str]:
-    """What the last step would have sent and has sent ("" for nothing), their ratio, and the link if not a rank's."""
-    metrics, ranks = state.metrics(), state.communicator.topology.node_size  # of a node, which share its link
-    sent, ratio = metrics["bytes_sent_step"] * ranks, metrics["compression_ratio"]
-    return with_unit(sent * ratio), with_unit(sent) if sent else "", ratio, " over each node's link" * (ranks > 1)
-
-
-def _alone(state: Any) -> str:
-    """What would send the gradients without this package."""
-    return "FSDP2" if isinstance(state, FSDPCompression) else "DDP"
-
-
 def fit(optimizer: CompressedOptimizer, steps: int) -> None:
     """Fit the optimizer's schedule to a run of ``steps`` steps, if it is open; say if nothing would be compressed."""
     if _steps.get(optimizer) == steps:
         return
-    _steps[optimizer], _fits[optimizer] = steps, optimizer.fit_schedule(steps)
+    _steps[optimizer] = steps
+    optimizer.fit_schedule(steps)
     name = type(optimizer).__name__
     if optimizer.communicator.rank != 0:
         return
@@ -122,10 +51,6 @@ def fit(optimizer: CompressedOptimizer, steps: int) -> None:
             name,
             steps,
         )
-
-
-def is_fitted(optimizer: CompressedOptimizer) -> bool:
-    return optimizer in _steps
 
 
 @dataclass
@@ -156,7 +81,6 @@ class SchedulerLength:
         if is_resumed or taken > 0:
             self.optimizer.forget_length()
             _steps.pop(self.optimizer, None)
-            _fits.pop(self.optimizer, None)
         if taken <= is_resumed:
             return False
         if self.optimizer.freeze_step == AUTO and self.optimizer.communicator.rank == 0:
@@ -168,14 +92,6 @@ class SchedulerLength:
                 self.steps * self.per_step,
             )
         return True
-
-
-def describe_schedule(optimizer: CompressedOptimizer) -> str:
-    """Say how the schedule was chosen, and with which step the next stage begins."""
-    steps, last = _steps.get(optimizer), optimizer.schedule.last_warmup_step
-    latest = "" if isinstance(optimizer.freeze_step, int) else " at the latest"
-    begins = "" if steps is not None and last >= steps else f"compressed from step {last + 1}{latest}"
-    return "; ".join(filter(None, [_fits.get(optimizer, ""), begins]))
 
 
 def scheduler_steps(scheduler: Any) -> int | None:

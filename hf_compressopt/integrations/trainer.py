@@ -20,6 +20,7 @@ import torch
 from transformers import Trainer, TrainerCallback, trainer, trainer_utils, training_args
 
 from hf_compressopt.amp import innermost
+from hf_compressopt.announce import show_log
 from hf_compressopt.checkpoint import io
 from hf_compressopt.integrations import accelerate
 from hf_compressopt.integrations.accelerate import Attachment, attach, parameter_names, wrap
@@ -31,7 +32,7 @@ from hf_compressopt.integrations.algorithms import (
     owns_gradients,
     saves_shards,
 )
-from hf_compressopt.integrations.log import fit, prefixed_metrics, show_log
+from hf_compressopt.integrations.log import fit, prefixed_metrics
 from hf_compressopt.integrations.models import (
     GRAD_COMPRESSION,
     check_distributed_type,
@@ -88,7 +89,7 @@ def register() -> None:
         module.get_last_checkpoint = partial(_get_last_checkpoint, trainer_utils.get_last_checkpoint)
     accelerate.register()
     trainer.DEFAULT_CALLBACKS.append(CompressOptCallback)
-    show_log()
+    show_log(always=True)
 
 
 def _add_member(enum: Any, value: str) -> None:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.collectives.backward import take_over
+from hf_compressopt.announce import Announcement
+from hf_compressopt.collectives.backward import take_over, watch_clipping
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce, in_runs, run_tasks
 from hf_compressopt.collectives.gradients import average_group
@@ -140,6 +141,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     rounds: int = 0
     _open: set[str] | None = None  # of a schedule that is to be fitted, the options that keep their values
     _fitted_to: int | None = None
+    _fit = ""  # how the schedule was chosen, in words
     _bytes_compared = False
     _options_compared = False
 
@@ -206,6 +208,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.compact = state == "compact"
         self.traffic = Traffic()
         self._step, self._in_shards = 0, False
+        self._announcement = Announcement()
         self._states: list[GroupState] = []
         self._descents: dict[int, Descent] = {}  # of the step under way, by param group
         self._tensors: dict[str, Tensor] = {}  # state that belongs to no group, on the CPU, alike on all ranks
@@ -225,6 +228,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._consensus.early, self._consensus.warmup = self.early_messages, self.warmup_gradients
         self._clip, self._consensus.clip = clip, "sketch" if clip == "late" else clip
         self._make_room_for_history()
+        watch_clipping(self)
         if total_steps is not None:
             self.fit_schedule(total_steps)
 
@@ -309,6 +313,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Follow the parameters, compare the ranks if it is time, and return the plan of the coming step."""
         self._follow_parameters()
         plan, before = self.plan, self.last_plan if self._step > 0 else None
+        self._announcement.begin(self, self._describe_schedule)
         self._consensus.comparison.check(plan, before, self.must_be_alike)
         return plan
 
@@ -408,6 +413,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self.warmup_gradients.end_step(plan)
         self.traffic.end_step(local=not plan.agree)
         if taken:
+            self._announcement.end(self)
             self._compare_bytes(plan)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -520,6 +526,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             found = self.scale_schedule(max_steps, self._open)
             if self.schedule.is_given(self._open) and self.schedule == before:
                 found = ""
+        self._fit = found
         freeze_step = self.schedule.freeze_step
         if isinstance(freeze_step, int) and freeze_step > max_steps:
             message = "freeze_step=%d is beyond the end of the run, which has %d steps: all of them belong to the "
@@ -527,10 +534,25 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._log(logging.WARNING, message, freeze_step, max_steps, self.plan.stage.value)
         return found
 
+    def _describe_schedule(self) -> str:
+        """Say how the schedule was chosen, and with which step the next stage begins."""
+        steps, last = self._fitted_to, self.schedule.last_warmup_step
+        if steps is None and self._step == 0 and self.freeze_step == AUTO:
+            self._log(
+                logging.WARNING,
+                "freeze_step='auto' does not know the length of the run: give total_steps=... to %s, or to "
+                "CompressOptPlugin, or prepare a learning-rate scheduler of transformers or OneCycleLR too; otherwise "
+                "the variance alone decides, and a short run may compress nothing",
+                type(self).__name__,
+            )
+        latest = "" if isinstance(self.freeze_step, int) else " at the latest"
+        begins = "" if steps is not None and last >= steps else f"compressed from step {last + 1}{latest}"
+        return "; ".join(filter(None, [self._fit, begins]))
+
     def forget_length(self) -> None:
         """Take back the run's length that :meth:`fit_schedule` was told, if the warmup stage still lasts."""
         if self._open is not None and self._fitted_to is not None and not self.plan.stage.number:
-            self.schedule, self._fitted_to = self._unfitted, None
+            self.schedule, self._fitted_to, self._fit = self._unfitted, None, ""
             self._make_room_for_history()
 
     def _take_schedule(self, saved: Schedule) -> None:

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.collectives.backward import BackwardPasses, warn_unguarded
+from hf_compressopt.collectives.backward import BackwardPasses
 from hf_compressopt.collectives.exchange import (
     BucketErrors,
     Pipeline,
@@ -326,8 +326,6 @@ class FreedGradients(EarlyMessages):
         self.clipped = 1.0  # factor of the means of this step
         self._dropped = False  # what was sent for the coming step was dropped since
         self.attach()
-        if not clips:
-            warn_unguarded()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but hooks and messages: a copy hooks its parameters in its first step."""

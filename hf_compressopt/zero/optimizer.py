@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_compressopt.collectives.backward import warn_unguarded
+from hf_compressopt.announce import Announcement
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.optim.math import evaluate, in_float32
 from hf_compressopt.optim.options import check_last_group, refuse_uneven_inputs
 from hf_compressopt.optim.state import load_with_hooks, switched
+from hf_compressopt.quantities import with_unit
 from hf_compressopt.zero import state_dict as state_dicts
 from hf_compressopt.zero.config import (
     ZeroConfig,
@@ -33,12 +34,19 @@ from hf_compressopt.zero.config import (
     require_accelerator,
     take_clipping,
 )
+from hf_compressopt.zero.memory import memory_report
 from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import Part, TrainedParameter, element_state, hyperparameters, in_host_memory
 from hf_compressopt.zero.reducer import LossScale
 
 logger = logging.getLogger(__name__)
 
+#: What helps if a step sends more than that of DDP.
+_STAGE_1 = "use grad_compression=int4 without ZeRO"
+_STAGE_2 = (
+    "stage 2 sends the gradients of every micro-batch; with gradient accumulation zero_stage=1 sends once a step, and "
+    "grad_compression=int4 without ZeRO sends least"
+)
 _Values = tuple[TrainedParameter, list[tuple[Part, Any]]]  # of a parameter, by this rank's parts in their order
 
 
@@ -120,6 +128,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.state = _StateInParts(dict)
         self._first_groups = len(self.param_groups)
         self.traffic = Traffic()
+        self._announcement = Announcement(remedy=_STAGE_2 if self.stage == 2 else _STAGE_1)
         self.loss_scale = LossScale(self.config)
         self.steps, self.skipped_steps, self.step_was_skipped = 0, 0, False
         inner = optimizer_class, self._inner_options
@@ -211,8 +220,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return loss
         if self.clip_grad > 0:
             self.clip_grad_norm_(self.clip_grad)
-        elif not self._reducer.were_clipped:
-            warn_unguarded()
         self.partition.update(self.param_groups)
         self.steps += 1
         self._end_step(skipped=False)
@@ -230,6 +237,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.loss_scale.update(skipped)
         self._reducer.clear()
         self.traffic.end_step()
+        self._announcement.end(self, self._describe_memory)
         self._reducer.backward.order.agree(self.communicator)
 
     def join_hook(self, **_: Any) -> Any:
@@ -278,6 +286,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _finish_gradients(self) -> float:
         self._reducer.backward.require_attached()
+        self._announcement.begin(self)
         options = [self.optimizer_class.__name__, f"clip_grad {self.clip_grad}", f"loss scale {vars(self.loss_scale)}"]
         self.partition.check_ranks_agree(self.steps, options, self.param_groups)
         return self._reducer.finish(self.partition, self.param_groups)
@@ -512,6 +521,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             f"ZeRO stage {self.stage} around {self.optimizer_class.__name__}, {self.communicator}, "
             f"{len(self._reducer.slices)} slices"
         ) + "".join(f", {what} as {form}" for what, form in forms.items() if form != "none")
+
+    def _describe_memory(self) -> str:
+        """Compare the state on this rank with the whole."""
+        found = memory_report(self)
+        whole = (found.states + found.masters) * self.communicator.world_size
+        held = found.states + found.masters + found.errors
+        return f"{with_unit(held)} of state on this rank, not {with_unit(whole)}"
 
     def metrics(self) -> dict[str, float]:
         """Return numbers for a log, of this rank: stage, step, bytes sent, host seconds in communication, skips.

@@ -165,7 +165,7 @@ class GradientReducer:
         self.present: list[bool] = []
         self.fault: Exception | None = None
         self.passes = 0
-        self.factor, self.were_clipped = 1.0, False
+        self.factor = 1.0
         self._square: float | None = None  # of the norm of the averages as they are; None if it is not known
         self._norm_of_pass = 0
         self.max_norm: float | None = None  # to which clip_grad_norm_ has clipped last
@@ -369,7 +369,6 @@ class GradientReducer:
 
     def clip(self, norm: float, max_norm: float) -> None:
         """Clip averages of this norm to another one when they are used."""
-        self.were_clipped = True
         factor = known_clip_factor(norm, max_norm)
         if math.isfinite(factor) and factor < 1.0:
             self.factor *= factor

@@ -5,8 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, ZeroOneAdam
+from hf_compressopt import (
+    CompressOptAccelerator,
+    CompressOptPlugin,
+    GradientCompression,
+    OnebitAdam,
+    ZeroOneAdam,
+    ZeroOptimizer,
+    attach_ddp,
+    average_gradients,
+    compress_hook,
+)
 from hf_compressopt.integrations.log import fit
 from hf_compressopt.schedules import ZeroOneSchedule
 from tests.support.harness import on_ranks, run_ranks
@@ -231,6 +242,46 @@ def test_the_log_says_once_what_was_attached_and_after_a_step_what_it_saves(tmp_
         assert found[0][1].startswith("DDP would send 65 kB a step, this run sends "), found[0][1]
         saved = f"({ratio} fewer)" if "ZeRO" not in name else "(1.4x fewer); 97 kB of state on this rank, not 130 kB"
         assert found[0][1].endswith(saved), found[0][1]
+
+
+def plain_loop(rank: int, world_size: int, how: str) -> list[str]:
+    """Train in a loop without a host, with torch's clipping, and return the lines of the log."""
+    net, options = torch.nn.Linear(96, 96, bias=False), {"freeze_step": 2, "scale_block": 512}
+    torch.nn.init.ones_(net.weight)
+    model: Any = net if how in ("ZeroOptimizer", "loop") else DistributedDataParallel(net)
+    with log_lines() as lines:
+        optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+        if how == "GradientCompression":
+            model.register_comm_hook(GradientCompression(net.named_parameters(), "int4"), compress_hook)
+        elif how == "ZeroOptimizer":
+            optimizer = ZeroOptimizer(net.parameters(), torch.optim.AdamW, stage=1, grad_compression="int4")
+        else:
+            optimizer = OnebitAdam(net.parameters(), **({} if how == "OnebitAdam, auto" else options))
+        if how.startswith("OnebitAdam"):
+            attach_ddp(model, optimizer)
+        for _ in range(4):
+            model(torch.full((2, 96), float(rank + 1))).square().mean().backward()
+            if how == "loop":
+                average_gradients(optimizer)
+            if how != "ZeroOptimizer":
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    return lines
+
+
+def test_plain_loops_have_the_lines_of_trainer_and_a_warning_of_clipping_that_differs() -> None:
+    for how in ("GradientCompression", "ZeroOptimizer", "loop", "OnebitAdam", "OnebitAdam, auto"):
+        lines, others = run_ranks(2, plain_loop, how)
+        name = {"loop": "OnebitAdam", "ZeroOptimizer": "ZeRO stage 1"}.get(how, how.partition(",")[0])
+        assert sum(line.startswith(f"attached {name}") for line in lines) == 1, lines
+        assert sum("DDP would send 36.9 kB a step, this run sends" in line for line in lines) == 1, lines
+        assert not any("attached" in line or "fewer" in line for line in others)
+        unknown = sum("does not know the length of the run: give total_steps" in line for line in lines)
+        assert unknown == (how == "OnebitAdam, auto")
+        for said in (lines, others):  # from the compressed stage on, on each rank
+            apart = sum("torch.nn.utils clips each rank by the norm of its own gradients" in line for line in said)
+            assert apart == (how in ("OnebitAdam", "loop")), (how, said)
 
 
 def savings(rank: int, world_size: int, *rows: tuple[torch.dtype, dict[str, Any], int]) -> list[tuple[Any, list[str]]]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import hf_compressopt
 from hf_compressopt import (
@@ -19,7 +20,6 @@ from hf_compressopt import (
     OnebitAdam,
     ZeroOptimizer,
     average_gradients,
-    guard_torch_clipping,
 )
 from hf_compressopt.collectives import backward
 from tests.support.harness import on_ranks
@@ -169,7 +169,6 @@ def test_max_grad_norm_of_the_wrapped_optimizer_is_the_norm_over_all_ranks(rank:
 
 @on_ranks(2)
 def test_torchs_clipping_is_refused_by_name(rank: int, world_size: int) -> None:
-    guard_torch_clipping()
     model, other = net(3), net(3)
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
     x = torch.ones(2, 24)
@@ -192,23 +191,37 @@ def owners(kind: str, params: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["zero", "onebit"])
-def test_nothing_is_patched_by_an_optimizer_which_says_what_it_lacks(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_that_frees_gradients_guards_torchs_clipping(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (torch.nn.utils, torch.nn.utils.clip_grad):
         for name, value in [*vars(module).items()]:
             if callable(value) and name.startswith(("clip_", "_clip_")):
                 monkeypatch.setattr(module, name, getattr(value, backward._GUARDED, value))
-    before = dict(vars(torch.nn.utils.clip_grad))
-    monkeypatch.setattr(backward, "_said", False)
-    for clip, count in ((0.5, 0), (0.0, 1), (0.0, 0)):
-        model = net(3)
-        with log_lines() as lines:
-            optimizer = owners(kind, model.parameters(), max_grad_norm=clip)
-            model(torch.ones(2, 24)).sum().backward()
-            optimizer.step()
-        assert sum("guard_torch_clipping() makes it raise" in line for line in lines) == count
-    assert vars(torch.nn.utils.clip_grad) == before
+    model = net(3)
+    optimizer = owners(kind, model.parameters())
+    model(torch.ones(2, 24)).sum().backward()
+    with pytest.raises(RuntimeError, match="cannot clip the gradients under ZeRO"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["zero", "onebit"])
+@on_ranks(2)
+def test_a_model_in_ddp_is_refused_where_the_optimizer_averages(rank: int, world_size: int, kind: str) -> None:
+    model = net(3)
+    optimizer = owners(kind, model.parameters())
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"averages the gradient of .*and so does a DistributedDataParallel"):
+        wrapped(torch.ones(2, 24)).sum().backward()
+    del wrapped
+    gc.collect()
+    optimizer.zero_grad()
+    other = net(3)
+    names = [name for name, _ in other.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(other, names[1:])
+    beside = DistributedDataParallel(other)
+    rest = owners(kind, [param for name, param in other.named_parameters() if name in names[1:]])
+    beside(torch.ones(2, 24)).sum().backward()
+    rest.step()
 
 
 # -- several optimizers in one process ---------------------------------------------------------------------------------
