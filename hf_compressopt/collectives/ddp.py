@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_compressopt.collectives.apart import warn_of_reads
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.collectives.gradients import GradientBucket, GradientRounds, as_it_is, plain_buckets
 from hf_compressopt.collectives.sender import SendRecord, check_bucket, note_sent
@@ -197,6 +198,7 @@ def attach_ddp(
                 f"remove your own comm_hook ({error})"
             ) from error
         model.join_hook = partial(_join_hook, model.join_hook, sync)  # type: ignore[method-assign]
+        warn_of_reads(model.module, partial(getattr, sync, "optimizers"))
     for optimizer in optimizers:
         optimizer.label_parameters(model.module.named_parameters())
     sync.bind(optimizers, loss_scale)

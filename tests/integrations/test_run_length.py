@@ -22,7 +22,7 @@ from hf_compressopt.integrations.log import fit
 from hf_compressopt.schedules import ZeroOneSchedule
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.logs import log_lines
-from tests.support.trainer_runs import Run, make_trainer, network, take_steps, use_accelerate
+from tests.support.trainer_runs import Run, make_trainer, network, use_accelerate
 
 
 def plug_in(

@@ -1,6 +1,8 @@
 """ZeroOneAdam: its schedule and bytes, and parameters that others read or change inside a local interval."""
 
+import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from itertools import product
@@ -10,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt import OnebitAdam, ZeroOneAdam, average_gradients, load_state, save_state
+from hf_compressopt import OnebitAdam, ZeroOneAdam, attach_ddp, average_gradients, load_state, save_state
 from tests.oracles.cases import (
     MIXED,
     MIXED_GROUPS,
@@ -26,6 +29,7 @@ from tests.oracles.simulation import variance_steps
 from tests.oracles.steps import bytes_of_a_compressed_step, different, everything, same, tensors_in
 from tests.support.family import draw
 from tests.support.harness import on_ranks, same_on_all_ranks
+from tests.support.logs import log_lines
 
 FREEZE, STEPS = 8, 24
 SCHEDULE = {"var_freeze_step": FREEZE, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 4}
@@ -388,3 +392,38 @@ def test_values_written_before_a_save_outlive_the_first_sync_of_the_resumed_run(
     for each in ((model, optimizer), (resumed, other)):
         train(*each, rank, range(INSIDE, 16))
     assert torch.equal(flat(model), flat(resumed)) and float(flat(model).mean()) > 1
+
+
+@on_ranks(2)
+def test_code_that_reads_the_parameters_of_one_rank_is_warned(rank, world_size):
+    net = nn.Sequential(nn.Linear(9, 9), nn.Tanh())
+    model = DistributedDataParallel(net)
+    schedule = {"var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 8}
+    optimizer = ZeroOneAdam(net.parameters(), lr=1e-2, **schedule)
+    attach_ddp(model, optimizer)
+    average = copy.deepcopy(net)  # as for an EMA
+    with log_lines() as lines:
+        for step in range(12):
+            net.train()
+            model(
+                torch.randn(4, 9, generator=torch.Generator().manual_seed(10 * rank + step))
+            ).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            net.eval()
+            with optimizer.averaged_parameters():
+                model(torch.ones(1, 9))
+                net.state_dict()
+            with optimizer.synced_parameters():
+                net.state_dict()
+            average.eval()(torch.ones(1, 9))
+        assert optimizer.ranks_are_apart and not any("between two syncs" in line for line in lines)
+        pickle.loads(pickle.dumps(net)).state_dict()
+        for _ in range(2):
+            net(torch.ones(1, 9))
+            net.state_dict()
+    found = [line for line in lines if "between two syncs of ZeroOneAdam" in line]
+    assert [line.split(" between")[0] for line in found] == [
+        f"rank {rank} evaluates the model",
+        f"rank {rank} takes the model's state dict",
+    ]
