@@ -313,7 +313,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Follow the parameters, compare the ranks if it is time, and return the plan of the coming step."""
         self._follow_parameters()
         plan, before = self.plan, self.last_plan if self._step > 0 else None
-        self._announcement.begin(self, self._describe_schedule)
+        self._announcement.begin(self, self._describe_start)
         self._consensus.comparison.check(plan, before, self.must_be_alike)
         return plan
 
@@ -534,8 +534,21 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._log(logging.WARNING, message, freeze_step, max_steps, self.plan.stage.value)
         return found
 
-    def _describe_schedule(self) -> str:
-        """Say how the schedule was chosen, and with which step the next stage begins."""
+    def _describe_start(self) -> str:
+        """Say how the schedule was chosen, and with which step the next stage begins; warn of what may surprise."""
+        low = next((p for p in self.trainable_parameters if p.dtype != torch.float32), None)
+        if low is not None:
+            dtype, share = str(low.dtype).removeprefix("torch."), round(4 / torch.finfo(low.dtype).eps)
+            self._log(
+                logging.WARNING,
+                "%s keeps no float32 copy of %s weights: a step that moves a weight by less than 1/%d of itself is "
+                "lost, and so are most steps at small learning rates. Load the model in float32 (dtype=torch.float32) "
+                "and compute in bfloat16 (bf16=True), or use AdamW with zero_stage=1 or 2 (--optim zero2_adamw), which "
+                "keeps float32 weights",
+                type(self).__name__,
+                dtype,
+                share,
+            )
         steps, last = self._fitted_to, self.schedule.last_warmup_step
         if steps is None and self._step == 0 and self.freeze_step == AUTO:
             self._log(

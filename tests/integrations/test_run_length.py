@@ -22,7 +22,7 @@ from hf_compressopt.integrations.log import fit
 from hf_compressopt.schedules import ZeroOneSchedule
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.logs import log_lines
-from tests.support.trainer_runs import Run, make_trainer, network, use_accelerate
+from tests.support.trainer_runs import Run, loss_of, make_trainer, network, take_steps, use_accelerate
 
 
 def plug_in(
@@ -45,7 +45,10 @@ def plug_in(
         count = steps if scheduler == "manual" else steps * world_size
         prepared.append(get_linear_schedule_with_warmup(optimizer, 0, count))
     with log_lines() as lines:
-        inner = accelerator.prepare(*prepared)[1].optimizer
+        model, wrapped = accelerator.prepare(*prepared)[:2]
+        inner = wrapped.optimizer
+        accelerator.backward(loss_of(model, rank, 0))
+        wrapped.step()
     schedule = getattr(inner, "schedule", None)
     fitted = [getattr(schedule, name, None) for name in ("freeze_step", "max_freeze_step", "local_step_scaler")]
     return {"class": type(inner).__name__, "fitted": fitted, "lines": lines}

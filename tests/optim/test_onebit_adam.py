@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_compressopt import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
+from hf_compressopt import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, ZeroOptimizer, average_gradients
 from hf_compressopt.kernels import adam, library
 from hf_compressopt.kernels.compact import tensor_of
 from tests.oracles.cases import (
@@ -27,6 +27,7 @@ from tests.oracles.cases import (
 from tests.oracles.steps import bytes_of_a_compressed_step, check_low_precision, everything
 from tests.support.family import go_on, make
 from tests.support.harness import on_ranks, same_on_all_ranks
+from tests.support.logs import log_lines
 
 ZERO_ONE = {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 4}
 
@@ -346,3 +347,28 @@ def test_coefficients_keep_the_order_of_the_parameters(kind):
         p.grad, q.grad = grad, torch.ones(4)
         optimizer.step()
     assert optimizer.get_lamb_coeffs() == pytest.approx([3.0, 2.0])
+
+
+# -- weights of few bits ----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_weights_in_bfloat16_lose_small_steps_which_a_warning_says(rank, world_size):
+    """torch's AdamW loses them too; ZeroOptimizer keeps float32 weights."""
+    for cls in (OnebitAdam, ZeroOneAdam, OnebitLamb):
+        param = torch.nn.Parameter(torch.ones(64, 8, dtype=torch.bfloat16))
+        with log_lines() as lines:
+            optimizer = cls([param], lr=1e-5, freeze_step=4)
+            for _ in range(8):
+                param.grad = torch.ones_like(param)
+                average_gradients(optimizer)
+                optimizer.step()
+        assert bool((param == 1).all())
+        said = [line for line in lines if "keeps no float32 copy of bfloat16 weights" in line]
+        assert len(said) == (rank == 0) and all("1/512" in line and "zero_stage=1 or 2" in line for line in said)
+    optimizer = ZeroOptimizer([param], torch.optim.AdamW, stage=2, lr=1e-5)
+    with log_lines() as lines:
+        for _ in range(8):
+            (param * torch.ones_like(param)).sum().backward()
+            optimizer.step()
+    assert float(optimizer.get_full_param(param).max()) < 1 - 7e-5 and not any("float32 copy" in line for line in lines)
