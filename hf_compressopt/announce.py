@@ -104,10 +104,14 @@ def totals(*states: Announced) -> tuple[float, float]:
 
 
 def closing_line(*states: Announced) -> str:
-    """Say at the end of a run what it has sent, and how long the difference takes on a slow link; "" for nothing."""
+    """Say at the end of a run what it has sent; "" for nothing."""
     plain, sent = totals(*states)
-    if not sent:
-        return ""
-    saved = duration((plain - sent) / _LINK) if plain > sent else ""
-    apart = f": {saved} less on a link of 1 Gbit/s" if saved else ""
-    return f"sent {with_unit(sent)} in this run, DDP would have sent {with_unit(plain)}{apart}"
+    return in_words(plain, sent) if sent else ""
+
+
+def in_words(plain: float, sent: float) -> str:
+    """Compare the bytes of a run with those of DDP, and tell how long the difference takes on a slow link."""
+    text = f"sent {with_unit(sent)}, DDP would have sent {with_unit(plain)}"
+    if plain <= sent * _NOTABLE:
+        return text
+    return f"{text} ({plain / sent:.1f}x fewer): about {duration((plain - sent) / _LINK)} less on a link of 1 Gbit/s"

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import hf_compressopt
-from hf_compressopt import quantities
+from hf_compressopt import quantities, run_report
 from hf_compressopt.planner import estimate
 
 
@@ -72,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     selftest.add_argument(
         "--gpu", action="store_true", help="on the GPU; over NCCL where there are two, else over gloo"
     )
+
+    text = "tell what a run of Trainer has sent, and what DDP would have sent, with a picture"
+    report = command("report", run_report.run, 2, text)
+    report.add_argument("directory", help="the --output_dir of the run, or a checkpoint in it")
+    report.add_argument("--picture", help="the file of the picture (default: compressopt_report.png beside the log)")
+    report.add_argument("--json", action="store_true", help="print JSON, with every line of the log")
 
     text = "translate a DeepSpeed configuration into Trainer's flags and Accelerate's call"
     translate = command("from-deepspeed", _from_deepspeed, 2, text)

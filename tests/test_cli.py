@@ -125,6 +125,47 @@ def test_estimate_is_the_formula_per_rank(capsys: pytest.CaptureFixture[str]) ->
     assert freed == pytest.approx(7 * (2 + 4 / 32 + 8 / 32 + errors + 65 / 64), rel=3e-3)  # and a bucket
 
 
+def history(steps: int) -> list[dict[str, Any]]:
+    """Log lines of a run whose compressed stage begins after half of its steps."""
+    rows, total = [], 0
+    for step in range(1, steps + 1):
+        sent = 2_000_000 if step <= steps // 2 else 500_000
+        total += sent
+        numbers = {"bytes_sent": total, "bytes_sent_step": sent, "compression_ratio": 16e6 / sent}
+        row = {"step": step, "loss": 3 / step, **{f"compressopt/{name}": number for name, number in numbers.items()}}
+        rows.append({**row, "compressopt/stage": float(step > steps // 2)})
+    return rows
+
+
+def test_the_report_of_a_run_begins_with_its_totals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ending = {"step": 40, "train_runtime": 9.0}
+    ending |= {"compressopt/bytes_on_link": 50_000_000, "compressopt/bytes_uncompressed": 640_000_000}
+    for name, rows in (("checkpoint-4", history(4)), ("checkpoint-40", history(40)), (".", [*history(40), ending])):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    first = "sent 50 MB, DDP would have sent 640 MB (12.8x fewer): about 4.72 s less on a link of 1 Gbit/s"
+    for folder in (tmp_path, tmp_path / "checkpoint-40"):  # which has no totals: they are the sum of its lines
+        code, out, _ = call(["report", str(folder)], capsys)
+        lines = out.splitlines()
+        assert code == 0 and lines[0] == first and len(lines) == 25
+        assert "8.0x" in lines[3] and lines[-3].endswith("32.0x  compressed stage")
+        assert (folder / "compressopt_report.png").read_bytes().startswith(b"\x89PNG")
+    facts = json.loads(call(["report", str(tmp_path), "--json"], capsys)[1])
+    assert len(facts["lines"]) == 40 and facts["plain"] == 640e6
+    (tmp_path / "trainer_state.json").unlink()
+    assert json.loads(call(["report", str(tmp_path), "--json"], capsys)[1])["log"].endswith("40/trainer_state.json")
+    for place, text, said in (
+        ("none", None, "holds no trainer_state.json"),
+        ("plain", '{"log_history": [{"loss": 1.0, "step": 1}]}', "has no numbers of hf_compressopt"),
+        ("odd", "[]", "is no log of Trainer's"),
+    ):
+        (tmp_path / place).mkdir()
+        if text:
+            (tmp_path / place / "trainer_state.json").write_text(text)
+        code, out, err = call(["report", str(tmp_path / place)], capsys)
+        assert code == 2 and not out and said in err
+
+
 def call(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """The exit code, stdout and stderr of a command line."""
     try:

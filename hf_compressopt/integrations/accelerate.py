@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.amp import GradScaler, innermost
-from hf_compressopt.announce import show_log
+from hf_compressopt.announce import closing_line, show_log
 from hf_compressopt.checkpoint import io
 from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.collectives.backward import guard_torch_clipping
@@ -424,8 +424,11 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             return super().load_state(*args, **kwargs)
 
     def end_training(self) -> None:
-        """End the training as Accelerate does, after the saves in the background."""
+        """End the training as Accelerate does, after the saves in the background, and say what the run has sent."""
         io.wait_for_saves()
+        line = closing_line(*self.our_optimizers(), *self._compressopt.models.compressions())
+        if line and self.is_main_process:
+            logger.info("%s", line)
         super().end_training()
 
     def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
+from hf_compressopt.announce import totals
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.schedules import AUTO
@@ -28,7 +29,28 @@ def prefix_of(number: int) -> str:
 def prefixed_metrics(*states: Any) -> dict[str, float]:
     """The metrics of optimizers, or of compressions of gradients, for a log line: ``<prefix>/<name>``."""
     numbered = [(prefix_of(number), state.metrics()) for number, state in enumerate(states)]
-    return {f"{prefix}/{name}": metrics[name] for prefix, metrics in numbered for name in _LOGGED if name in metrics}
+    return {
+        f"{prefix}/{name}": _rounded(name, metrics[name])
+        for prefix, metrics in numbered
+        for name in _LOGGED
+        if name in metrics
+    }
+
+
+def _rounded(name: str, value: float) -> float:
+    """Round a number for people, who read it in a log: bytes to whole ones, the others to three or four digits."""
+    if name.startswith("bytes_"):
+        return round(value)
+    return float(f"{value:.4g}") if name == "gradient_noise_scale" else round(value, 3)
+
+
+def run_totals(*states: Any) -> dict[str, float]:
+    """The bytes of a whole run, and those that DDP would have sent, for its last log line and train_results.json."""
+    plain, sent = totals(*states)
+    if not sent:
+        return {}
+    numbers = {"bytes_on_link": round(sent), "bytes_uncompressed": round(plain)}
+    return {f"{DEFAULT_PREFIX}/{name}": number for name, number in numbers.items()}
 
 
 def fit(optimizer: CompressedOptimizer, steps: int) -> None:

@@ -20,7 +20,7 @@ import torch
 from transformers import Trainer, TrainerCallback, trainer, trainer_utils, training_args
 
 from hf_compressopt.amp import innermost
-from hf_compressopt.announce import show_log
+from hf_compressopt.announce import closing_line, show_log
 from hf_compressopt.checkpoint import io
 from hf_compressopt.integrations import accelerate
 from hf_compressopt.integrations.accelerate import Attachment, attach, parameter_names, wrap
@@ -32,7 +32,7 @@ from hf_compressopt.integrations.algorithms import (
     owns_gradients,
     saves_shards,
 )
-from hf_compressopt.integrations.log import fit, prefixed_metrics
+from hf_compressopt.integrations.log import fit, prefixed_metrics, run_totals
 from hf_compressopt.integrations.models import (
     GRAD_COMPRESSION,
     check_distributed_type,
@@ -377,9 +377,14 @@ def _finish_saves(self: Trainer) -> None:
 def _log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
     if "train_runtime" in logs and _saves_in_background(self):
         _finish_saves(self)  # Trainer's last line, before it removes the checkpoints that it does not keep
-    if "loss" in logs:
-        ours = filter(saves_shards, [innermost(self.optimizer)])
-        logs.update(prefixed_metrics(*ours, *attachment_of(self).models.compressions()))
+    if "loss" in logs or "train_runtime" in logs:
+        ours = [*filter(saves_shards, [innermost(self.optimizer)]), *attachment_of(self).models.compressions()]
+        if "loss" in logs:
+            logs.update(prefixed_metrics(*ours))
+        else:  # of the whole run: what train() returns, and save_metrics writes
+            logs.update(run_totals(*ours))
+            if self.is_world_process_zero() and (line := closing_line(*ours)):
+                logger.info("%s", line)
     return original(self, logs, *args, **kwargs)
 
 

@@ -1,0 +1,127 @@
+"""The command ``hf-compressopt report``: what a run of Trainer has sent, from its folder, with a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_compressopt.announce import in_words
+from hf_compressopt.quantities import with_unit
+
+_STATE = "trainer_state.json"
+_PREFIX = "compressopt/"
+_MOST_ROWS = 20
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the log of a run."""
+
+    step: int
+    loss: float
+    sent: float  # bytes in its last step
+    plain: float  # that DDP would have sent in it
+    total: float  # bytes so far
+    stage: float | None  # of a compressed optimizer
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tell what a run has sent, and what DDP would have sent, from the folder that Trainer wrote it to.
+
+    Writes a picture of loss and bytes beside it, if matplotlib is installed. Exit code 0, or 2 if the folder has no log
+    with numbers of hf_compressopt.
+    """
+    state = find_state(Path(arguments.directory))
+    lines, totals = read(state)
+    found = {"log": str(state), **totals, "lines": [vars(line) for line in lines]}
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    print("\n".join(_text(lines, totals)))
+    picture = Path(arguments.picture or state.parent / "compressopt_report.png")
+    try:
+        draw(lines, picture)
+    except ImportError:
+        print(f"no picture: matplotlib is not installed (pip install matplotlib writes {picture})")
+    else:
+        print(f"picture: {picture}")
+    return 0
+
+
+def find_state(folder: Path) -> Path:
+    """Return the file in which Trainer keeps the log of a run: in its folder, or in its last checkpoint."""
+    found = [(-1, folder / _STATE)] if (folder / _STATE).is_file() else []
+    for path in folder.glob(f"checkpoint-*/{_STATE}"):
+        if number := re.fullmatch(r"checkpoint-(\d+)", path.parent.name):
+            found.append((int(number[1]), path))
+    if not found:
+        raise ValueError(
+            f"{folder} holds no {_STATE}: give the --output_dir of a run of Trainer that has saved a checkpoint, or "
+            "whose script calls trainer.save_state()"
+        )
+    return min(found)[1] if found[0][0] == -1 else max(found)[1]
+
+
+def read(path: Path) -> tuple[list[Line], dict[str, float]]:
+    """Return the lines of the log, and the bytes that were sent and that DDP would have sent in the whole run."""
+    try:
+        history = json.loads(path.read_text())["log_history"]
+        rows = [row for row in history if "loss" in row and f"{_PREFIX}bytes_sent" in row]
+        lines = [_line(row) for row in rows]
+        last: dict[str, Any] = next((row for row in reversed(history) if f"{_PREFIX}bytes_uncompressed" in row), {})
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is no log of Trainer's: {error}") from None
+    if not lines:
+        raise ValueError(
+            f"{path} has no numbers of hf_compressopt: was the script started by `python -m hf_compressopt.run`, with "
+            "--optim_args grad_compression=int4 or an optimizer of this package?"
+        )
+    if last:
+        return lines, {"sent": last[f"{_PREFIX}bytes_on_link"], "plain": last[f"{_PREFIX}bytes_uncompressed"]}
+    steps = [line.total - before for line, before in zip(lines, [0.0, *(line.total for line in lines)], strict=False)]
+    plain = sum(sent * line.plain / line.sent for sent, line in zip(steps, lines, strict=True) if line.sent)
+    return lines, {"sent": lines[-1].total, "plain": plain}
+
+
+def _line(row: dict[str, Any]) -> Line:
+    sent = float(row[f"{_PREFIX}bytes_sent_step"])
+    plain, stage = sent * float(row[f"{_PREFIX}compression_ratio"]), row.get(f"{_PREFIX}stage")
+    loss, total = float(row["loss"]), float(row[f"{_PREFIX}bytes_sent"])
+    return Line(int(row["step"]), loss, sent, plain, total, None if stage is None else float(stage))
+
+
+def _text(lines: list[Line], totals: dict[str, float]) -> list[str]:
+    """The totals first, then some of the lines."""
+    every = max(1, -(-len(lines) // _MOST_ROWS))
+    shown = lines[every - 1 :: every]
+    table = [f"{'step':>8}  {'loss':>8}  {'sent a step':>12}  {'DDP':>9}  {'fewer':>7}"]
+    for line in shown:
+        fewer = f"{line.plain / line.sent:.1f}x" if line.sent else ""
+        cells = f"{with_unit(line.sent):>12}  {with_unit(line.plain):>9}  {fewer:>7}"
+        table.append(f"{line.step:>8}  {line.loss:>8.4g}  {cells}{'  compressed stage' if line.stage else ''}")
+    return [in_words(totals["plain"], totals["sent"]), "", *table, ""]
+
+
+def draw(lines: list[Line], path: Path) -> None:
+    """Draw the loss, and the bytes of a step beside those of DDP, over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    steps = [line.step for line in lines]
+    left.plot(steps, [line.loss for line in lines], color="#4269d0", linewidth=2)
+    left.set(xlabel="step", ylabel="loss", title="loss")
+    right.plot(steps, [line.sent / 1e6 for line in lines], color="#4269d0", linewidth=2, label="this run")
+    right.plot(steps, [line.plain / 1e6 for line in lines], color="#9498a0", linewidth=2, label="DDP would send")
+    right.set(xlabel="step", ylabel="MB", yscale="log", title="sent a step by a rank")
+    right.legend()
+    for panel in (left, right):
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
