@@ -22,7 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # arguments and files may hold names that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    arguments = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["advise"] and not {"-h", "--help"} & set(words):
+        words.insert(1, "--")  # what follows are options of another program
+    arguments = _parser().parse_args(words)
     try:
         with _as_one_process():
             code = int(arguments.run(arguments))
@@ -63,12 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     text = "estimate the memory of each optimizer and, for a given network, its bytes and time, and advise"
     estimate.add_arguments(command("estimate", estimate.run, 2, text))
 
+    text = "measure the network and advise: says how to start it on all ranks"
+    command("advise", _advise, 0, text).add_argument("words", nargs="*", help="options of advise")
+
     text = "print versions, native libraries, GPUs, communicators, and which kernels are in use"
     env = command("env", _env, 0, text)
     env.add_argument("--json", action="store_true", help="print JSON")
 
-    text = "test all kernels and each optimizer on this machine, and print one JSON for an issue"
+    text = "test all kernels and each optimizer on this machine"
     selftest = command("selftest", _selftest, 0, text)
+    selftest.add_argument("--json", action="store_true", help="print JSON, for an issue")
     selftest.add_argument(
         "--gpu", action="store_true", help="on the GPU; over NCCL where there are two, else over gloo"
     )
@@ -133,8 +140,20 @@ def _selftest(arguments: argparse.Namespace) -> int:
         found = selftest.run(arguments.gpu)
     except RuntimeError as error:
         return _complain("selftest", error)
-    print(json.dumps(found, indent=2))
+    print(json.dumps(found, indent=2) if arguments.json else "\n".join(selftest.render(found)))
     return 0 if found["passed"] else 1
+
+
+def _advise(arguments: argparse.Namespace) -> int:
+    """Say how a launcher starts the command that measures the network. It takes one of the ranks on each machine."""
+    words = " ".join(arguments.words) or "--params 350M --compute-seconds 0.6"
+    print(
+        "advise measures the network between the ranks, so a launcher starts it, on all machines like a training:\n\n"
+        f"    torchrun --nproc_per_node 2 -m hf_compressopt.advise {words}\n\n"
+        "`python -m hf_compressopt.advise --help` lists its options. If you know the network's rate, `hf-compressopt "
+        "estimate` needs no launcher."
+    )
+    return 0
 
 
 def _from_deepspeed(arguments: argparse.Namespace) -> int:
@@ -159,7 +178,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     found = inspect.collect(arguments.directory, prefix=arguments.prefix, verify=arguments.verify)
     if not found:
-        return _complain("inspect", f"{arguments.directory} holds no checkpoint of hf_compressopt")
+        last = inspect.last_checkpoint(arguments.directory)
+        there = f": its last one is {last}" if last else ""
+        return _complain("inspect", f"{arguments.directory} holds no checkpoint of hf_compressopt itself{there}")
     print(json.dumps(found, indent=2) if arguments.json else "\n\n".join(map(inspect.render, found)))
     return 1 if any(facts["problems"] for facts in found) else 0
 
@@ -167,7 +188,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _consolidate(arguments: argparse.Namespace) -> int:
     """Write the checkpoint of any number of ranks as one file, in little memory.
 
-    torch.load reads OUT.pt, for AdamW's load_state_dict. OUT.safetensors has the parameters' names. Exit code 0 if the
+    torch.load reads OUT.pt, for load_state_dict of an AdamW with the param groups of the run, in their order (Trainer
+    has two, with and without weight decay). OUT.safetensors has the parameters' names. Exit code 0 if the
     file is written, 1 if it cannot be, 2 if there is no checkpoint.
     """
     from hf_compressopt.checkpoint import portable

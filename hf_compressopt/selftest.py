@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -55,6 +56,27 @@ def run(gpu: bool) -> dict[str, Any]:
         "training": training,
         "environment": environment.collect(),
     }
+
+
+def render(found: dict[str, Any]) -> list[str]:
+    """Render what :func:`run` has found: a line for each item, and the verdict."""
+    training, kernels = found["training"], found["kernels"]
+    lines = []
+    if not kernels["native"]:
+        lines.append(f"SKIP  native kernels: {kernels['because']}")
+    for family, words in kernels["different"].items():
+        lines.append(f"FAIL  kernels of {family}: {words[0]}" if words else f"PASS  kernels of {family}")
+    for name, result in training["optimizers"].items():
+        wrong = [what for what in ("ranks_alike", "loss_falls") if not result[what]]
+        same = "bits of the reference" if result["bits_of_the_reference"] else "differs from the reference by rounding"
+        first, last = result["losses"]
+        facts = f"loss {first:.3f} -> {last:.3f} on {training['ranks']} ranks, {same}"
+        lines.append(f"FAIL  {name}: not {', '.join(wrong)}; {facts}" if wrong else f"PASS  {name}: {facts}")
+    if "error" in training:
+        lines.append(f"FAIL  training: {training['error']}")
+    if found["passed"]:
+        return [*lines, f"all passed on {found['device']}, over {training['backend']}"]
+    return [*lines, "FAILED: report it with the output of `hf-compressopt selftest --json`"]
 
 
 def _kernels(device: torch.device) -> dict[str, Any]:
@@ -110,6 +132,7 @@ def _rank(rank: int, folder: str, backend: str, gpu: bool, reference: bool) -> N
     if gpu:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
+    logging.getLogger("hf_compressopt").setLevel(logging.ERROR)  # of runs that are too short, and say so
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     try:
         found = {name: _trained(name, options, rank, device) for name, options in OPTIMIZERS.items()}

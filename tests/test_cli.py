@@ -166,6 +166,12 @@ def test_the_report_of_a_run_begins_with_its_totals(tmp_path: Path, capsys: pyte
         assert code == 2 and not out and said in err
 
 
+def test_advise_says_how_a_launcher_starts_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (([], "--params 350M"), (["--params", "1B", "--compute-seconds", "2"], "--params 1B")):
+        code, out, _ = call(["advise", *words], capsys)
+        assert code == 0 and f"torchrun --nproc_per_node 2 -m hf_compressopt.advise {said}" in out
+
+
 def call(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """The exit code, stdout and stderr of a command line."""
     try:

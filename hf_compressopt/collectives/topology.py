@@ -135,6 +135,8 @@ def node_size_of_hosts(hosts: Sequence[str], announced: Sequence[Any]) -> tuple[
     """Return the ranks per node that all ranks can be divided by, and if there are none, the reason."""
     runs = [len(list(run)) for _, run in groupby(hosts)]
     told = sorted({count for count in announced if count is not None})
+    if told == [1]:  # one rank on each node, or a launcher that does not count, such as Accelerate's debug_launcher
+        return 1, ""
     agrees = told in ([], [runs[0]])
     if agrees and (len(runs) == 1 or set(runs) == {1}):
         return 1, ""

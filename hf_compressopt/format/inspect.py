@@ -19,6 +19,16 @@ def collect(directory: StrPath, *, prefix: str | None = None, verify: bool = Fal
     return [_look(path, verify) for path in find_indices(Path(directory), prefix)]
 
 
+def last_checkpoint(directory: StrPath) -> Path | None:
+    """Return the newest folder checkpoint-<step> inside one of a run that holds a checkpoint of this package."""
+    found = []
+    for path in Path(directory).glob("checkpoint-*"):
+        number = path.name.removeprefix("checkpoint-")
+        if number.isdecimal() and any(path.glob(INDEX_NAME.format(prefix=_ANY_PREFIX))):
+            found.append((int(number), path))
+    return max(found)[1] if found else None
+
+
 def _look(path: Path, verify: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {"index": str(path), "verified": verify, "problems": []}
     try:
@@ -94,7 +104,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     rows = {
         "optimizer": facts["optimizer"],
         "step": facts["step"],
-        "stage": facts["stage"],
+        **({} if facts["stage"] is None else {"stage": facts["stage"]}),
         "saved by": f"{facts['ranks']} rank(s)",
         "parameters": f"{facts['parameters']:,} in {facts['groups']} group(s), {facts['elements']:,} elements",
         "shards": f"{len(facts['shards'])}, {facts['bytes']:,} bytes",

@@ -272,9 +272,15 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     def _bind(self) -> None:
         """Give every model the hook that its optimizers need."""
         state, optimizers = self._compressopt, self.optimizers_inside()
+        for optimizer in filter(frees_gradients, optimizers):  # the others get names from DDP's hook
+            for model in map(without_compile, self._models):
+                optimizer.label_parameters(model.named_parameters())
         state.checked = False
         if state.grad_compression != "none" and self.num_processes == 1 and optimizers:
-            message = "grad_compression=%s has no effect: there is one process, which sends nothing"
+            message = (
+                "grad_compression=%s has no effect: there is one process (WORLD_SIZE is not set, or 1), which sends "
+                "nothing; start more by torchrun --nproc_per_node N"
+            )
             logger.warning(message, state.grad_compression)
             state.grad_compression = "none"
         own_hook = getattr(self.ddp_handler, "comm_hook", None)
@@ -372,10 +378,15 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
                 "give the model and its optimizer to one prepare(model, optimizer), and train with what it returns"
             )
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        remedy = "give the accelerator an optimizer that it can replace (AdamW), or one of this package"
+        if state.by_trainer:
+            remedy = (
+                "leave optimizers=(...) of the Trainer out, and Trainer makes the optimizer that was asked for, or give "
+                "it an optimizer of this package there; a create_optimizer of your own must return such a one"
+            )
         raise ValueError(
-            f"{state.asked} was asked for, but {names} trains the model, and nothing is compressed: give the "
-            "accelerator an optimizer that it can replace (AdamW), or one of this package; in a Trainer have "
-            "create_optimizer return such a one. To train without compression leave the option out"
+            f"{state.asked} was asked for, but {names} trains the model, and nothing is compressed: {remedy}. To train "
+            "without compression leave the option out"
         )
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:

@@ -393,7 +393,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         told = "with one rank nothing is sent, and so nothing is compressed"
         if self.communicator.world_size > 1:
             told = f"from here on gradients stay local, {sent} is sent as signs, and a reported grad_norm is {norm}"
-        self._log(logging.INFO, "step %d: %s ends, the variance is frozen; %s", plan.step, plan.stage.value, told)
+        self._log(
+            logging.INFO, "step %d: the %s stage ends, the variance is frozen; %s", plan.step, plan.stage.value, told
+        )
         names = [name for s in self._states for name, still in zip(s.labels, s.still, strict=True) if still]
         if names:
             message = (

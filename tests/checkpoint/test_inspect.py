@@ -52,6 +52,22 @@ def as_json(folder: Path, *arguments: str, capsys: pytest.CaptureFixture[str]) -
     return code, json.loads(text)
 
 
+def test_the_folder_of_a_run_points_to_its_last_checkpoint(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (9, 10):
+        shutil.copytree(saved, tmp_path / f"checkpoint-{step}")
+    (tmp_path / "checkpoint-11").mkdir()  # one that holds nothing
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert f"its last one is {tmp_path / 'checkpoint-10'}\n" in capsys.readouterr().err
+
+
+def test_a_compression_has_no_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_state(GradientCompression([nn.Parameter(torch.zeros(3))]), tmp_path)
+    code, text = inspect(str(tmp_path), capsys=capsys)
+    assert code == 0 and "GradientCompression" in text and "stage" not in text
+
+
 def test_it_tells_what_is_inside(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, (onebit, zero) = as_json(saved, capsys=capsys)
     assert code == 0 and onebit["problems"] == zero["problems"] == []

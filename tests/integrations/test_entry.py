@@ -43,7 +43,7 @@ def test_an_unmodified_trainer_script_runs_with_two_processes(
     assert stages == [0.0, 0.0, 1.0, 1.0, 1.0]
     attached = [line for line in done.stderr.splitlines() if "attached OnebitAdam" in line]
     assert len(attached) == 1 and "2 rank(s) over gloo" in attached[0] and "freeze_step=2" in attached[0]
-    assert done.stderr.count("step 2: warmup ends") == 1
+    assert done.stderr.count("step 2: the warmup stage ends") == 1
 
 
 def test_a_script_imports_from_its_own_folder_and_not_from_the_current_one(tmp_path: Path) -> None:
