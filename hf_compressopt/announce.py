@@ -47,7 +47,7 @@ class Announcement:
         if state.communicator.rank == 0 and state.communicator.world_size > 1:
             show_log()
             more = describe_more()
-            logger.info("attached %s%s", state.describe(), f" ({more})" if more else "")
+            write_log(logger, logging.INFO, "attached %s%s", state.describe(), f" ({more})" if more else "")
 
     def end(self, state: Announced, describe_memory: Callable[[], str] = str) -> None:
         """Say after the first step that has sent something how much less it was, or more."""
@@ -55,7 +55,7 @@ class Announcement:
             return
         metrics, ranks = state.metrics(), state.communicator.topology.node_size  # of a node, which share its link
         sent, ratio = metrics["bytes_sent_step"] * ranks, metrics["compression_ratio"]
-        if sent == 0:
+        if sent == 0 or ratio == 0:  # of parameters without elements
             return
         self._saved = True
         link, plain = " over each node's link" * (ranks > 1), with_unit(sent * ratio)
@@ -65,9 +65,15 @@ class Announcement:
             words.insert(0, f"{fewer} ({ratio:.1f}x fewer)")
         elif ratio <= 1 / _NOTABLE:
             more = f"this run sends {with_unit(sent)} a step{link}, {1 / ratio:.1f}x more than {self._plain}"
-            logger.warning("%s, which would send %s: %s", more, plain, self._remedy)
+            write_log(logger, logging.WARNING, "%s, which would send %s: %s", more, plain, self._remedy)
         if words:
-            logger.info("%s", "; ".join(words))
+            write_log(logger, logging.INFO, "%s", "; ".join(words))
+
+
+def write_log(logger: logging.Logger, level: int, message: str, *args: object) -> None:
+    """Log a line; a failing handler, such as one of a closed stderr, must not leave the other ranks waiting."""
+    with suppress(Exception):
+        logger.log(level, message, *args)
 
 
 class _ProgressBarHandler(logging.StreamHandler):  # type: ignore[type-arg]

@@ -200,15 +200,23 @@ class BackwardPasses:
 
     def _check_no_ddp(self) -> None:
         """Raise if a DistributedDataParallel model averages gradients that are sent from here."""
+        if self._name_in_ddp():
+            gc.collect()  # it may be one that was given up
+        if name := self._name_in_ddp():
+            raise ValueError(
+                f"{self.name} averages the gradient of {name} during backward, and so does a DistributedDataParallel "
+                "around the model: each would be sent twice. Do not wrap the model (Trainer and Accelerate do not); if "
+                "other parameters need DistributedDataParallel, call "
+                "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) before"
+            )
+
+    def _name_in_ddp(self) -> str:
+        """The name of a parameter of a DistributedDataParallel model whose gradient is sent from here; "" for none."""
         for model in [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]:
             for name, param in model.module.named_parameters():
                 if param.requires_grad and id(param) in self._owned and name not in model.parameters_to_ignore:
-                    raise ValueError(
-                        f"{self.name} averages the gradient of {name} during backward, and so does a "
-                        "DistributedDataParallel around the model: each would be sent twice. Do not wrap the model "
-                        "(Trainer and Accelerate do not); if other parameters need DistributedDataParallel, call "
-                        "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) before"
-                    )
+                    return str(name)
+        return ""
 
     def _elders(self) -> list[BackwardPasses]:
         """Return those that send before this one."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
+from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator
 from hf_compressopt.collectives.sender import listed, size_of, sizes_differ
 from hf_compressopt.kernels import SKETCH_NUMEL, Segment, sum_of_squares
@@ -357,12 +358,6 @@ def find_fault(params: Sequence[Tensor], grads: Sequence[Tensor | None], names: 
             except TypeError as error:
                 return error
     return None
-
-
-def write_log(logger: logging.Logger, level: int, message: str, *args: object) -> None:
-    """Log a line; a failing handler, such as one of a closed stderr, must not leave the other ranks waiting."""
-    with suppress(Exception):
-        logger.log(level, message, *args)
 
 
 def digest_of(value: Any) -> int:

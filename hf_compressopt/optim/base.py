@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.announce import Announcement
+from hf_compressopt.announce import Announcement, write_log
 from hf_compressopt.collectives.backward import take_over, watch_clipping
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce, in_runs, run_tasks
@@ -28,7 +28,7 @@ from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.grad_compression import check_state
 from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
 from hf_compressopt.optim import options
-from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads, write_log
+from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads
 from hf_compressopt.optim.group import STATE, ExtraState, GroupState, ParamGroups, by_communicator, mean_variance_norm
 from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.math import evaluate, in_float32

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_compressopt.announce import write_log
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.format.index import NODE_SIZE
-from hf_compressopt.optim.agreement import NOISE, write_log
+from hf_compressopt.optim.agreement import NOISE
 from hf_compressopt.optim.group import PIECES, GroupState, check_pieces, take_pieces
 from hf_compressopt.optim.late import LATE_CLIP
 from hf_compressopt.optim.math import is_zero

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.gradients import GradientBucket, GradientRounds, IntegerBucket, plain_buckets
 from hf_compressopt.kernels import INTEGER_BITS
 from hf_compressopt.kernels.messages import travels_in_full
-from hf_compressopt.optim.agreement import write_log
 from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.math import floor_variance_
 from hf_compressopt.schedules import Stage, StepPlan

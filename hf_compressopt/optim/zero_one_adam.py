@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
+from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination, LocalUpdate, ParameterSync
-from hf_compressopt.optim.agreement import Grads, digest_of, write_log
+from hf_compressopt.optim.agreement import Grads, digest_of
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import ExtraState, GroupState
 from hf_compressopt.optim.math import advance_moments_, bit_sum

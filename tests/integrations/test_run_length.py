@@ -47,8 +47,9 @@ def plug_in(
     with log_lines() as lines:
         model, wrapped = accelerator.prepare(*prepared)[:2]
         inner = wrapped.optimizer
-        accelerator.backward(loss_of(model, rank, 0))
-        wrapped.step()
+        if cls == "AdamW":
+            accelerator.backward(loss_of(model, rank, 0))
+            wrapped.step()
     schedule = getattr(inner, "schedule", None)
     fitted = [getattr(schedule, name, None) for name in ("freeze_step", "max_freeze_step", "local_step_scaler")]
     return {"class": type(inner).__name__, "fitted": fitted, "lines": lines}
