@@ -24,7 +24,7 @@ def last_checkpoint(directory: StrPath) -> Path | None:
     found = []
     for path in Path(directory).glob("checkpoint-*"):
         number = path.name.removeprefix("checkpoint-")
-        if number.isdecimal() and any(path.glob(INDEX_NAME.format(prefix=_ANY_PREFIX))):
+        if number.isdecimal() and any(find_indices(path, None)):
             found.append((int(number), path))
     return max(found)[1] if found else None
 

@@ -381,8 +381,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         remedy = "give the accelerator an optimizer that it can replace (AdamW), or one of this package"
         if state.by_trainer:
             remedy = (
-                "leave optimizers=(...) of the Trainer out, and Trainer makes the optimizer that was asked for, or give "
-                "it an optimizer of this package there; a create_optimizer of your own must return such a one"
+                "leave optimizers=(...) of the Trainer out, and Trainer makes the optimizer that was asked for, or "
+                "give it an optimizer of this package there; a create_optimizer of your own must return such a one"
             )
         raise ValueError(
             f"{state.asked} was asked for, but {names} trains the model, and nothing is compressed: {remedy}. To train "
