@@ -142,13 +142,13 @@ class GradientCompression:
         self._is_compact, self._loss_scale = state == "compact", loss_scale
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self._connected: tuple[Communicator, ErrorFeedback] | None = None
+        self._rows, self._record = rows, SendRecord("GradientCompression")
         if communicator is not None or (dist.is_available() and dist.is_initialized()):
             self._connect()
         self._rounds, self._buckets = GradientRounds(), list[IntegerBucket]()
         self._checked = False
         self._announcement = Announcement()
         take_over(self.params, "GradientCompression")
-        self._record = self._answer(rows)
 
     def _connect(self) -> tuple[Communicator, ErrorFeedback]:
         """Return the ranks, and the errors of this one. The first call is one of all ranks together."""
@@ -159,6 +159,7 @@ class GradientCompression:
             communicator = with_topology(flat, wanted)
             errors = ErrorFeedback(self.layout, communicator, device, compact=self._is_compact, used=True)
             self._connected = communicator, errors
+            self._record = self._answer(self._rows)
         return self._connected
 
     @property
@@ -194,8 +195,11 @@ class GradientCompression:
         self._record = self._answer(zip(self.names, self.params, strict=True))
 
     def _answer(self, named: Iterable[tuple[str, Tensor]]) -> SendRecord:
-        """Answer for the gradients of parameters, those that are frozen now too."""
-        if self.communicator.world_size == 1:
+        """Answer for the gradients of parameters, those that are frozen now too; with one rank there are none to send.
+
+        A state that is older than the process group answers from its first use on.
+        """
+        if self._connected is None or self.communicator.world_size == 1:
             return SendRecord("GradientCompression")
         return SendRecord("GradientCompression", named, self.communicator)
 

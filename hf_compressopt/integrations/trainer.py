@@ -381,7 +381,7 @@ def _log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *a
         ours = [*filter(saves_shards, [innermost(self.optimizer)]), *attachment_of(self).models.compressions()]
         if "loss" in logs:
             logs.update(prefixed_metrics(*ours))
-        else:  # of the whole run: what train() returns, and save_metrics writes
+        elif not run_totals(*ours).keys() <= logs.keys():  # of the whole run: train() returns, save_metrics writes it
             logs.update(run_totals(*ours))
             if self.is_world_process_zero() and (line := closing_line(*ours)):
                 logger.info("%s", line)
