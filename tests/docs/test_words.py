@@ -6,21 +6,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 #: Words that a page may have, with its tables; docs/options.md is made from the docstrings.
 LIMITS = {
-    "README.md": 900,
-    "docs/quickstart.md": 800,
-    "docs/choosing.md": 1000,
-    "docs/training.md": 1500,
+    "README.md": 1100,
+    "docs/quickstart.md": 950,
+    "docs/choosing.md": 1250,
+    "docs/training.md": 2200,
     "docs/multi_node.md": 1200,
     "docs/memory_and_zero.md": 1500,
-    "docs/checkpoints.md": 950,
+    "docs/checkpoints.md": 1000,
     "docs/options.md": 2000,
     "docs/benchmarks.md": 1500,
     "docs/convergence.md": 900,
     "docs/deepspeed.md": 700,
     "docs/algorithms.md": 2000,
-    "docs/fine_tuning.md": 800,
+    "docs/fine_tuning.md": 900,
 }
-IN_PAGES, IN_DEV, IN_RECIPES = 15_000, 4600, 2400
+IN_PAGES, IN_DEV, IN_RECIPES = 16_500, 4900, 2500
 
 
 def words(page: Path) -> int:
