@@ -48,7 +48,7 @@ ROWS = [
     ["collectives"],
     ["kernels"],
     ["flat", "schedules", "format", "options", "announce"],
-    ["quantities"],
+    ["quantities", "weak"],
 ]
 LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
 HOSTS = {"transformers", "accelerate"}
