@@ -84,6 +84,17 @@ def loop(
     }
 
 
+@on_ranks(2)
+def test_parameters_whose_gradients_are_freed_have_the_models_names(rank: int, world_size: int) -> None:
+    hosts.use_accelerate(rank, world_size)
+    plugin = CompressOptPlugin(optimizer="onebit_adam", zero_stage=2, total_steps=10)
+    accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin)
+    model = hosts.network()
+    _, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    labels = optimizer.optimizer._states[0].labels
+    assert labels == [name for name, _ in model.named_parameters()], labels
+
+
 class Recorder:
     """A tracker, as accelerate calls it."""
 
