@@ -379,18 +379,18 @@ def _values_of_new(params: Sequence[Tensor]) -> tuple[float, ...]:
     return tuple(size_of(param) or 0.0 for param in params)
 
 
-def _check_alike(params: Sequence[Tensor], values: Sequence[float], communicator: Communicator) -> None:
+def _check_alike(params: Sequence[Tensor], communicator: Communicator) -> None:
     """Raise a ValueError on all ranks if they average other parameters, or in another order. All ranks call."""
     shapes = [list(param.shape) for param in params]
-    everyone = communicator.all_gather_object([shapes, values])
+    everyone = communicator.all_gather_object([shapes, [size_of(param) for param in params]])
     others = [rank for rank, (theirs, _) in enumerate(everyone) if theirs != everyone[0][0]]
     if others:
         raise ValueError(
             f"ranks {others} differ from rank 0 in the number, the order or the shapes of the parameters that they "
             f"average: rank {others[0]} has {len(everyone[others[0]][0])}, rank 0 {len(everyone[0][0])}"
         )
-    known = [found for _, found in everyone]
-    if all(sorted(found) == sorted(known[0]) for found in known) and any(found != known[0] for found in known):
+    values = [found for _, found in everyone]
+    if all(sorted(found) == sorted(values[0]) for found in values) and any(found != values[0] for found in values):
         raise ValueError("the ranks average the same parameters in another order: give all of them the same order")
 
 
@@ -402,7 +402,7 @@ def _average(params: Sequence[Tensor], communicator: Communicator, rounds: Gradi
     digest = _digest_of(tuple(p.shape for p in params), values)
     (counts, *_), (alike, *_) = communicator.sum_and_compare([count], [digest], None, None)
     if not alike:
-        _check_alike(params, values, communicator)
+        _check_alike(params, communicator)
     if counts >= _SPARSE:
         raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
     has_grad = [True] * len(params)
