@@ -1,17 +1,18 @@
 """One flat buffer per param group, cut into buckets and chunks: pure interval arithmetic, no process group.
 
-The flat side of a group is the concatenation of its parameters. It is cut, across tensor boundaries and whatever the
-world size is, into buckets of ``bucket_numel`` elements. For the wire a bucket is cut again into ``world_size`` chunks
-of a multiple of 8 elements, so that a chunk's signs fill whole bytes; chunk j belongs to rank j. The padding that this
-needs is virtual: no buffer holds it, so that it can count in no norm.
+The flat side of a group is the concatenation of its parameters, those behind the others that travel in full precision.
+It is cut, across tensor boundaries and whatever the world size is, into buckets of ``bucket_numel`` elements; what
+travels in full has buckets of its own, of whole parameters. For the wire a bucket is cut again into ``world_size``
+chunks of a multiple of 8 elements, so that a chunk's signs fill whole bytes; chunk j belongs to rank j. The padding
+that this needs is virtual: no buffer holds it, so that it can count in no norm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
 
 #: Elements whose signs share a byte.
@@ -63,6 +64,7 @@ class Bucket:
     start: int
     stop: int
     pieces: tuple[Span, ...]
+    in_full: bool = False  # in full precision, beside messages
 
     @cached_property  # a step asks for it
     def numel(self) -> int:
@@ -82,25 +84,50 @@ class FlatLayout:
     @cached_property
     def whole(self) -> Bucket:
         """All elements as one bucket, with each parameter that has elements in one piece."""
-        rows = zip(self.numels, self.starts, strict=True)
-        return Bucket(0, self.numel, tuple(Span(i, 0, numel, start) for i, (numel, start) in enumerate(rows) if numel))
+        return Bucket(0, self.numel, tuple(self._pieces(0, self.numel)))
+
+    @cached_property
+    def in_messages(self) -> FlatLayout:
+        """The part of the layout that travels in compressed messages: all of it but the buckets ``in_full``."""
+        buckets = tuple(bucket for bucket in self.buckets if not bucket.in_full)
+        return replace(self, buckets=buckets, numel=buckets[-1].stop if buckets else 0)
+
+    @cached_property
+    def in_order(self) -> tuple[int, ...]:
+        """The parameters in the order in which they lie in the buffer."""
+        return tuple(sorted(range(len(self.numels)), key=lambda index: (self.starts[index], index)))
 
     @classmethod
-    def build(cls, numels: Sequence[int], bucket_numel: int) -> FlatLayout:
-        """Lay out parameters of the given sizes."""
+    def build(cls, numels: Sequence[int], bucket_numel: int, in_full: Sequence[bool] = ()) -> FlatLayout:
+        """Lay out parameters of the given sizes; those ``in_full`` lie behind the others."""
         if bucket_numel < 1:
             raise ValueError(f"bucket_numel must be >= 1, got {bucket_numel}")
-        starts = tuple(accumulate(numels, initial=0))
-        total = starts[-1]
-        buckets = tuple(
-            Bucket(start, min(start + bucket_numel, total), tuple(_pieces(numels, starts, start, start + bucket_numel)))
-            for start in range(0, total, bucket_numel)
-        )
-        return cls(tuple(numels), bucket_numel, starts[:-1], buckets, total)
+        flags = list(in_full) or [False] * len(numels)
+        order = sorted(range(len(numels)), key=lambda index: flags[index])
+        found = accumulate((numels[index] for index in order), initial=0)
+        starts = [start for _, start in sorted(zip(order, found, strict=False))]
+        total = sum(numels)
+        split = total - sum(numel for numel, flag in zip(numels, flags, strict=True) if flag)
+        cuts = [*range(0, split, bucket_numel), split]
+        layout = cls(tuple(numels), bucket_numel, tuple(starts), (), total)
+        buckets = [layout._bucket(start, stop) for start, stop in pairwise(cuts)]
+        first = split
+        for index in order:
+            end = starts[index] + numels[index]
+            if flags[index] and end > first + bucket_numel and starts[index] > first:  # of whole parameters
+                buckets.append(layout._bucket(first, starts[index], in_full=True))
+                first = starts[index]
+        if first < total:
+            buckets.append(layout._bucket(first, total, in_full=True))
+        return replace(layout, buckets=tuple(buckets))
 
+    def _bucket(self, start: int, stop: int, *, in_full: bool = False) -> Bucket:
+        return Bucket(start, stop, tuple(self._pieces(start, stop)), in_full)
 
-def _pieces(numels: Sequence[int], starts: Sequence[int], low: int, high: int) -> Iterator[Span]:
-    for index, (begin, numel) in enumerate(zip(starts, numels, strict=False)):
-        first, last = max(begin, low), min(begin + numel, high)
-        if first < last:
-            yield Span(index, first - begin, last - begin, first)
+    def _pieces(self, low: int, high: int) -> Iterator[Span]:
+        """Yield the parts of the parameters that lie in the elements [low, high), in their order."""
+        for index in self.in_order:
+            begin = self.starts[index]
+            first, last = max(begin, low), min(begin + self.numels[index], high)
+            if first < last:
+                yield Span(index, first - begin, last - begin, first)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_compressopt.checkpoint.state import MOMENTS, Entries, Header, Kind, LoadPlan, Names, State, errors_of_group
 from hf_compressopt.collectives.feedback import ErrorFeedback
+from hf_compressopt.flat import FlatLayout
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.plan import Per, StateTensor, TensorKey
 from hf_compressopt.kernels import Average, SignFormat
@@ -38,12 +39,16 @@ _MASK, _OPTIMIZER = "exp_avg_mask", "optimizer"
 
 
 def room_for_messages(
-    numel: int, bucket_numel: int, world_size: int, scale_block: int | None, device: torch.device
+    layout: FlatLayout, bucket_numel: int, world_size: int, scale_block: int | None, device: torch.device
 ) -> dict[int, Average]:
-    """Return memory for the messages of a param group's buckets, by their first elements."""
+    """Return memory for the messages of a param group's buckets, and for what travels in full, by first elements."""
     options.check_count("bucket_numel", bucket_numel)
     options.check_scale_block(scale_block)
     form, found = SignFormat(scale_block), {}
+    numel = layout.in_messages.numel
+    for bucket in layout.buckets:
+        if bucket.in_full:
+            found[bucket.start] = Average.of(torch.empty(bucket.numel, dtype=torch.float32, device=device))
     for start in range(0, numel, bucket_numel):
         count = min(bucket_numel, numel - start)
         stride = form.chunk_nbytes(count, world_size)[0]
@@ -68,7 +73,7 @@ class GroupBuffers:
         saved = header.values["world_size"] if state.own_rank is None else ranks
         if str(key(Kind.MESSAGE)) in entries:
             cut = header.values["bucket_numel"], saved, header.values.get("scale_block")
-            last = room_for_messages(state.layout.numel, *cut, state.device)
+            last = room_for_messages(state.layout, *cut, state.device)
         held = state.moments.shards
         mine = held is not None and held.place is state.communicator.topology
         shards = None if frozen else held if mine else state.room_for_shards()
@@ -80,7 +85,7 @@ class GroupBuffers:
         errors = state.errors.room(compact=as_saved)
         if ranks == 1:  # it has errors only if it loads those of several ranks
             served = state.compressed and str(TensorKey(Kind.SERVER, group=state.number)) in entries
-            numel, errors = state.layout.numel if served else 0, copy(state.errors)
+            numel, errors = state.layout.in_messages.numel if served else 0, copy(state.errors)
             errors.take(*(torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in range(2)))
         mask = None if (entry := entries.get(str(key(_MASK)))) is None else _room(entry)
         if mask is not None:
@@ -101,7 +106,8 @@ class GroupBuffers:
             for kind in MOMENTS:
                 yield StateTensor.of(TensorKey(kind, name), piece[kind], tuple(param.shape), piece["start"])
         if moments.shards is None or not param.numel():
-            if not moments.last:  # else messages are the momentum
+            if not moments.last or state.layout.starts[index] >= state.layout.in_messages.numel:
+                # else messages are the momentum
                 tensors["exp_avg"] = moments.exp_avg_of(index, still=False).view(param.shape)
             variance = moments.stored_variance(index).view(param.shape)
             tensors[Kind.CODE if moments.codes.numel() else "exp_avg_sq"] = variance
@@ -148,7 +154,8 @@ class GroupBuffers:
         starts = [bucket.start for bucket in state.layout.buckets]
         wanted = state.communicator.world_size, state.form if state.feedback else None
         mine = sorted(moments.last) == starts
-        mine = mine and all((last.world_size, last.form) == wanted for last in moments.last.values())
+        messages = [last for last in moments.last.values() if last.values is None]
+        mine = mine and all((last.world_size, last.form) == wanted for last in messages)
         keep = state.compact and frozen  # the warmup stage takes float32
         moments.decode(momentum=not (keep and mine), variance=not keep)
         if state.compact:

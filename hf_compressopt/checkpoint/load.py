@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from math import prod
 from pathlib import Path
 from socket import gethostname
@@ -44,7 +43,7 @@ from hf_compressopt.checkpoint.state import (
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.feedback import values_of
 from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS
-from hf_compressopt.flat import chunk_range
+from hf_compressopt.flat import FlatLayout, chunk_range
 from hf_compressopt.format.index import (
     BY_PLACE,
     INDEX_NAME,
@@ -60,7 +59,9 @@ from hf_compressopt.format.shards import ShardFiles, absent_shards, not_whole, p
 from hf_compressopt.kernels import Average, CompactErrors, SignFormat
 from hf_compressopt.kernels.compact import ERROR_FORMAT, check_tops, decode_variance
 from hf_compressopt.kernels.memory import flat_view, is_direct
+from hf_compressopt.kernels.messages import travels_beside_signs
 from hf_compressopt.optim.options import check_count, check_scale_block
+from hf_compressopt.optim.state import IN_FULL
 
 logger = logging.getLogger(__name__)
 
@@ -230,9 +231,19 @@ class Stored:
         self._recent: tuple[int, int, Tensor] | None = None  # the part of a momentum that was decoded last
         self.places: dict[str, tuple[int, int, int]] = {}  # of parameters: group, place and first element in it
         for group, parameters in enumerate(index.parameters):
-            starts = accumulate((prod(parameter["shape"]) for parameter in parameters), initial=0)
-            for place, (parameter, start) in enumerate(zip(parameters, starts, strict=False)):
+            starts = self._layout_of(group).starts
+            for place, (parameter, start) in enumerate(zip(parameters, starts, strict=True)):
                 self.places.setdefault(parameter["name"], (group, place, start))
+
+    def _layout_of(self, group: int) -> FlatLayout:
+        """Return the places of the parameters of a group in its flat buffer; buckets do not matter."""
+        shapes = [parameter["shape"] for parameter in self.index.parameters[group]]
+        in_full = self.index.header.get(IN_FULL)
+        known = isinstance(in_full, list) and group < len(in_full) and in_full[group]
+        scale_block = self.index.header.get("scale_block") if known else None
+        check_scale_block(scale_block)
+        beside = [travels_beside_signs(shape, scale_block) for shape in shapes]
+        return FlatLayout.build([*map(prod, shapes)], max(1, sum(map(prod, shapes))), beside)
 
     def check(self, tensor: StateTensor, world_size: int) -> None:
         """Verify what :meth:`read` reads, and that no other value of it is one that no run could have saved."""
@@ -293,7 +304,7 @@ class Stored:
 
         group, _, start = self.places[wanted.key.owner]
         low, high = start + wanted.start, start + wanted.stop
-        numel = sum(prod(parameter["shape"]) for parameter in self.index.parameters[group])
+        numel = self._layout_of(group).in_messages.numel
         for first, count, byte, whole in self._buckets(numel, low, high, nbytes_of):
             if self._recent is None or self._recent[:2] != (group, first):
                 values, nbytes = torch.empty(count, dtype=torch.float32, device="cpu"), nbytes_of(count)

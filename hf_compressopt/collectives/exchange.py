@@ -274,11 +274,13 @@ def in_runs(
 def all_reduce(
     zs: Sequence[Combination],
     feedback: Sequence[BucketErrors],
-    form: MessageFormat,
+    form: MessageFormat | None,
     ranks: Communicator,
     new: Sequence[BucketErrors] | None = None,
 ) -> Task[list[Average]]:
     """Average a run of buckets by compressed messages. All ranks call, for the same buckets in one order.
+
+    Without a ``form`` they are averaged in float32, and there are no errors.
 
     What ``zs`` (of one bucket in the hierarchical topology) read is used up where the task first waits; in the
     hierarchical topology where it waits for the second time. New errors go to ``new``, or over the old ones.
@@ -289,6 +291,8 @@ def all_reduce(
     new = new or feedback
     if ranks.world_size == 1:
         return [_with_old_errors(z, errors) for z, errors in zip(zs, feedback, strict=True)]
+    if form is None:
+        return (yield from _average_in_full(zs, ranks))
     numels, device = tuple([z.numel for z in zs]), zs[0].device
     plan = _plan(numels, form, ranks.topology, device)
     messages, use = torch.empty(sum(plan.to_peers), dtype=torch.uint8, device=device), kernels.on(device)
@@ -309,6 +313,20 @@ def all_reduce(
     yield from all_gather(together, ranks, last=None)
     rows = zip(numels, torch.split(_in_order(together, plan, 2), plan.whole), plan.strides, strict=True)
     return [Average(numel, form, part, ranks.world_size, stride) for numel, part, stride in rows]
+
+
+def _average_in_full(zs: Sequence[Combination], ranks: Communicator) -> Task[list[Average]]:
+    numels, device = [z.numel for z in zs], zs[0].device
+    together = torch.empty(sum(numels), dtype=torch.float32, device=device)
+    parts = torch.split(together, numels)
+    for z, part in zip(zs, parts, strict=True):
+        kernels.on(device).combine_(z, part)
+    del zs, z  # as in all_reduce
+    together.mul_(1.0 / ranks.world_size)
+    handle = ranks.all_reduce(together)
+    yield None
+    handle.wait()
+    return [Average.of(part) for part in parts]
 
 
 def _with_old_errors(z: Combination, feedback: BucketErrors) -> Average:

@@ -243,12 +243,7 @@ RULES: list[Rule] = [
         ),
         becomes("warmup_bits", when=lambda f: f.as_deepspeed, default=32, remark="what DeepSpeed computed"),
         becomes("state", when=lambda f: f.as_deepspeed, default="float32", remark="what DeepSpeed computed"),
-        becomes(
-            "max_update",
-            when=lambda f: f.as_deepspeed and f.optim != "onebit_lamb",
-            default=0,
-            remark="what DeepSpeed computed",
-        ),
+        becomes("max_update", when=lambda f: f.as_deepspeed, default=0, remark="what DeepSpeed computed"),
         differs(
             "scale_block",
             when=lambda f: f.compressed and not f.as_deepspeed,

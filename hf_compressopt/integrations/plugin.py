@@ -237,7 +237,7 @@ def partitioned(optimizer: torch.optim.Optimizer, stage: int, **options: Any) ->
 
 #: Fields that all compressed optimizers take as they are, if they are not None; and those of ZeroOptimizer.
 _COMMON = (
-    *("warmup_bits", "scale_block", "variance_floor", "clip", "bucket_cap_mb", "state", "communicator"),
+    *("warmup_bits", "scale_block", "variance_floor", "max_update", "clip", "bucket_cap_mb", "state", "communicator"),
     *("topology", "node_bits", "zero_stage"),
 )
 _ZERO = ("bucket_cap_mb", "communicator", "grad_compression", "param_compression", "topology")
@@ -426,8 +426,6 @@ class CompressOptPlugin:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether it ever steps
         cls = ALGORITHMS[self.optimizer]
         given: dict[str, Any] = {"freeze_step": self.freeze_step, **self.common_options()}
-        if self.max_update != _SHARED["max_update"].default or "max_update" in text_options(cls):
-            given["max_update"] = self.max_update  # a class that does not know it says so
         return cls(optimizer.param_groups, **given)
 
     @property
@@ -444,7 +442,7 @@ class CompressOptPlugin:
 
     def options_from_env(self) -> dict[str, Any]:
         """The options of a compressed optimizer that are set in the environment, by the names of its constructor."""
-        options = {"max_update": self.max_update, **self.common_options()}
+        options = self.common_options()
         if self.freeze_step != AUTO:
             options["freeze_step"] = self.freeze_step
         return {name: value for name, value in options.items() if f"COMPRESSOPT_{name.upper()}" in os.environ}

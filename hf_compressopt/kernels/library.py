@@ -22,7 +22,7 @@ import torch
 VARIABLE = "HF_COMPRESSOPT_KERNELS"
 CHOICES = ("native", "reference")
 
-_ABI_VERSION = 8
+_ABI_VERSION = 9
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
 _DEVICE_ERROR = 3  # co_status of a failure that may pass

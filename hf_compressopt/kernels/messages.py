@@ -7,8 +7,9 @@ elements alone, and is 0 for a chunk of no elements. Messages of several chunks 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from hf_compressopt.kernels.memory import kept_per_device
 MESSAGE_ALIGNMENT = 16
 #: Elements per scale of integers, counted from the start of a chunk.
 INTEGER_BLOCK = 128
+#: Blocks of signs after which a tensor has one of its own, wherever it begins.
+OWN_BLOCKS = 2
 #: Supported bits per integer.
 INTEGER_BITS = (4, 8)
 
@@ -43,6 +46,17 @@ def travels_in_full(tensor: Tensor) -> bool:
     Larger neighbours in a block would round it to 0. A tensor of two blocks has one of its own wherever it begins.
     """
     return tensor.dim() < 2 or tensor.numel() < 2 * INTEGER_BLOCK
+
+
+def travels_beside_signs(shape: Sequence[int], scale_block: int | None) -> bool:
+    """Return whether a tensor stays out of messages of signs: a vector without a block of its own, or a small tensor.
+
+    A block has one scale, which larger neighbours would make: steps of a bias beside a matrix would all be too large,
+    or, bounded, too rare. With one scale for a whole message, as in the papers, no tensor stays out.
+    """
+    if scale_block is None:
+        return False
+    return prod(shape) < OWN_BLOCKS * (scale_block if len(shape) < 2 else min(scale_block, INTEGER_BLOCK))
 
 
 class Layout(ABC):

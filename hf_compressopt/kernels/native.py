@@ -52,7 +52,8 @@ DescentRecord = record("co_descent", (c_float, "lr decay eps"), (c_int32, "eps_i
 LambRecord = record(
     "co_lamb_options",
     (c_float, "beta1 one_minus_beta1 beta2 one_minus_beta2 eps weight_decay"),
-    (c_int32, "eps_inside_sqrt unused"),
+    (c_int32, "eps_inside_sqrt"),
+    (c_float, "bound"),
 )
 
 
@@ -198,7 +199,7 @@ class Operands:
     @staticmethod
     def lamb(o: LambOptions) -> Any:
         betas = o.beta1, 1 - o.beta1, o.beta2, 1 - o.beta2
-        return byref(LambRecord(*betas, o.eps, o.weight_decay, o.eps_inside_sqrt))
+        return byref(LambRecord(*betas, o.eps, o.weight_decay, o.eps_inside_sqrt, o.bound))
 
 
 @lru_cache

@@ -117,13 +117,14 @@ class Descent:
 
 @dataclass(slots=True)
 class LambOptions:
-    """The hyperparameters of one param group that 1-bit LAMB's kernels take."""
+    """The hyperparameters of one param group that 1-bit LAMB's kernels take; ``bound`` is that of :class:`Descent`."""
 
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
     eps_inside_sqrt: bool
+    bound: float = math.inf
 
 
 @dataclass(slots=True)
@@ -384,9 +385,9 @@ def lamb_moments_(moments: LambMoments) -> None:
 
     m' = y / factor; g' = (m' - b1 m) / (1 - b1); v_fresh <- b2 v_fresh + (1-b2) g'^2; m <- m'.
 
-    Each tensor has three sums: [0] grows by the sum of (m'/denominator(v))^2, [1] by the sum of
-    (m'/denominator(v) + wd p)^2, and [2] becomes the largest denominator(v)/denominator(v_fresh) so far. A tensor that
-    stands still counts as 1 in [2].
+    Each tensor has three sums: with d = bounded(m'/denominator(v)), [0] grows by the sum of d^2, [1] by the sum of
+    (d + wd p)^2, and [2] becomes the largest denominator(v)/denominator(v_fresh) so far. A tensor that stands still
+    counts as 1 in [2].
     """
     options = moments.options
     variance = _variance(moments.exp_avg_sq, moments.params)
@@ -397,7 +398,7 @@ def lamb_moments_(moments: LambMoments) -> None:
         fresh.mul_(options.beta2).add_(gradient.square_().mul_(1 - options.beta2))
         m.copy_(new)
         frozen = _denominator(v, options)
-        direction, ratio = _lamb_direction(segment, m, frozen), (frozen / _denominator(fresh, options)).max()
+        direction, ratio = _lamb_direction(segment, m, frozen, options), (frozen / _denominator(fresh, options)).max()
         update = _lamb_update(segment, direction, options)
         row = moments.sums[segment.index]
         row[0] += direction.double().square_().sum()
@@ -408,17 +409,20 @@ def lamb_moments_(moments: LambMoments) -> None:
 def lamb_apply_(
     exp_avg: Tensor, exp_avg_sq: Variance, params: Sequence[Segment], rates: Tensor, options: LambOptions
 ) -> None:
-    """Take 1-bit LAMB's second pass: p <- p - rate (m / denominator(v) + wd p), a rate for each tensor."""
+    """Take 1-bit LAMB's second pass: p <- p - rate (bounded(m / denominator(v)) + wd p), a rate for each tensor."""
     for segment, (m, v) in _pieces(params, exp_avg, _variance(exp_avg_sq, params)):
         if segment.tensor is None:
             continue
-        update = _lamb_update(segment, _lamb_direction(segment, m, _denominator(v, options)), options)
+        direction = _lamb_direction(segment, m, _denominator(v, options), options)
+        update = _lamb_update(segment, direction, options)
         wide = segment.part.float()
         segment.part.copy_(wide - update * rates[segment.index])
 
 
-def _lamb_direction(segment: Segment, m: Tensor, denominator: Tensor) -> Tensor:
-    return torch.zeros_like(m) if segment.still else m / denominator  # with eps = 0 the quotient is 0 / 0
+def _lamb_direction(segment: Segment, m: Tensor, denominator: Tensor, options: LambOptions) -> Tensor:
+    if segment.still:
+        return torch.zeros_like(m)  # with eps = 0 the quotient is 0 / 0
+    return _bounded(m / denominator, options)
 
 
 def _lamb_update(segment: Segment, direction: Tensor, options: LambOptions) -> Tensor:
@@ -437,8 +441,8 @@ def _descend_(segment: Segment, direction: Tensor, descent: Descent) -> None:
     segment.part.copy_(wide)
 
 
-def _bounded(direction: Tensor, descent: Descent) -> Tensor:
-    return direction if math.isinf(descent.bound) else direction.clamp(-descent.bound, descent.bound)
+def _bounded(direction: Tensor, options: Descent | LambOptions) -> Tensor:
+    return direction if math.isinf(options.bound) else direction.clamp(-options.bound, options.bound)
 
 
 def _denominator(variance: Tensor, options: Descent | LambOptions) -> Tensor:

@@ -139,7 +139,7 @@ def _average(kernels: Any, data: Data) -> Written:
 
 def _apply(kernels: Any, data: Data) -> Written:
     descent = reference.Descent(1e-2, 0.99, 1e-8, False, 3.0)
-    options = reference.LambOptions(0.9, 0.999, 1e-6, 0.1, False)
+    options = reference.LambOptions(0.9, 0.999, 1e-6, 0.1, False, 3.0)
     m, v, u, out, anchor = data.normal(), data.positive(), data.normal(), data.normal(), data.normal()
     kernels.combine_(data.combination(), out)
     form, chunk, params = SignFormat(512), -(-data.numel // 16) * 8, data.tensors()

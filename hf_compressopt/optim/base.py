@@ -89,9 +89,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
             ratio that syncs measure.
         zero_stage: Of OnebitAdam. 1 partitions the moments of the warmup stage. 2 also sends and frees gradients during
             backward, with clip="late" after the warmup stage. 0 is off.
-        scale_block: Elements per scale in a message, a positive multiple of 8; None is one scale per message.
+        scale_block: Elements per scale in a message, a positive multiple of 8. Vectors of fewer than two blocks, and
+            other tensors of fewer than 256 elements, travel in full precision beside. None is the papers' one scale
+            per message, for small tensors too.
         variance_floor: At the end of the warmup stage every second moment is raised to this share of its tensor's mean,
             >= 0; 0 is off.
+        max_update: Largest change of an element in a step in which the variance does not learn, in learning rates and
+            without the weight decay, >= 0; None or 0 is off. It bounds what an outdated variance can do.
         bucket_cap_mb: MiB of float32 values that are sent together, > 0.
         state: "compact" keeps errors in 8 bits, and the frozen variance too, on a logarithmic scale; OnebitAdam's
             momentum is then the last message. "float32" keeps everything in float32.
@@ -131,8 +135,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     schedule: Schedule
     lr_warmup: Warmup = Warmup()
-    #: Learning rates that an element of a parameter moves at most in a step, if an algorithm has such a bound.
-    max_update: float | None = None
     #: The gradients that are sent and released during backward, with ``zero_stage=2``.
     freed: FreedGradients | None = None
     step_was_skipped: bool = False
@@ -166,6 +168,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         zero_stage: int = 0,
         scale_block: int | None = 4096,
         variance_floor: float = 0.01,
+        max_update: float | None = 2.0,
         bucket_cap_mb: float = 25.0,
         state: str = STATE,
         topology: str = AUTO_TOPOLOGY,
@@ -184,7 +187,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
             options.check_count("total_steps", total_steps)
         # an end of the warmup stage that is given stays; what else the run's length decides is open
         self._open = set(given) if freeze_step == AUTO else {"freeze_step", *given}
-        for name, value in (("max_grad_norm", max_grad_norm), ("variance_floor", variance_floor)):
+        bounds = {"max_grad_norm": max_grad_norm, "variance_floor": variance_floor, "max_update": max_update or 0}
+        for name, value in bounds.items():
             options.check_at_least(name, value, 0)
         options.check_scale_block(scale_block)
         check_state(state)
@@ -199,7 +203,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.zero_stage = zero_stage
         communicator = options.resolve_communicator(communicator, comm_backend_name, cuda_aware)
         check_warmup_bits(warmup_bits, communicator)
-        self.max_grad_norm, self.variance_floor = max_grad_norm, variance_floor
+        self.max_grad_norm, self.variance_floor, self.max_update = max_grad_norm, variance_floor, max_update
         self.schedule, self.freeze_threshold = schedule, freeze_threshold
         self._unfitted = schedule  # as it is while nobody has told the run's length
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -359,9 +363,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Take the compressed step of some param groups: several buckets are on their way at the same time."""
         self._begin_buckets(plan, states)
         for _, together in by_communicator(states):
-            rows = chain.from_iterable(zip(repeat(s), s.layout.buckets, s.feedback, strict=False) for s in together)
-            runs = in_runs(rows, lambda row: row[1].numel, together[0].communicator)
-            run_tasks(self._step_of_buckets(plan, run, gradients) for run in runs)
+            rows = list(
+                chain.from_iterable(zip(repeat(s), s.layout.buckets, s.feedback, strict=False) for s in together)
+            )
+            kinds = [row for row in rows if not row[1].in_full], [row for row in rows if row[1].in_full]
+            runs = (in_runs(kind, lambda row: row[1].numel, together[0].communicator) for kind in kinds)
+            run_tasks(self._step_of_buckets(plan, run, gradients) for run in chain.from_iterable(runs))
         for state in states:
             state.end_compressed_step()
 
@@ -375,7 +382,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         found: list[Average] = []
         if rows:  # whose messages were not sent during backward
             zs = [self._prepare(plan, state, b, gradients[state.number] if gradients else []) for state, b, _ in rows]
-            found = yield from all_reduce(zs, [feedback for _, _, feedback in rows], first.form, first.communicator)
+            form = first.form_of(run[0][1])
+            found = yield from all_reduce(zs, [feedback for _, _, feedback in rows], form, first.communicator)
             del zs
         fresh = iter(found)
         for (state, bucket, _), average in zip(run, averages, strict=True):

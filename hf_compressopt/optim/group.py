@@ -22,7 +22,7 @@ from hf_compressopt.kernels import Average, Descent, LogVariance, Segment, SignF
 from hf_compressopt.kernels.adam import AdamPlan, AdamTensors
 from hf_compressopt.kernels.compact import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, top_of_variance
 from hf_compressopt.kernels.memory import dense_values, numbers_on, reads_at_once
-from hf_compressopt.kernels.messages import travels_in_full
+from hf_compressopt.kernels.messages import travels_beside_signs, travels_in_full
 from hf_compressopt.optim.math import adam_step_, correct_bias_, floor_variance_, sum_of
 
 if TYPE_CHECKING:
@@ -152,8 +152,10 @@ class Moments:
         if self.shards is not None:
             self.shards.to(device)
         for start, average in self.last.items():
-            if average.messages is not None:
-                self.last[start] = replace(average, messages=average.messages.to(device))
+            messages, values = (
+                None if each is None else each.to(device) for each in (average.messages, average.values)
+            )
+            self.last[start] = replace(average, messages=messages, values=values)
 
     # -- the variance -------------------------------------------------------------------------------------------------
 
@@ -162,8 +164,9 @@ class Moments:
         if self.codes.numel() or not self._layout.numel:
             return
         codes = self.exp_avg_sq.view(torch.uint8)[: self._layout.numel]
-        rows = zip(self._by_parameter(self.exp_avg_sq), self._by_parameter(codes), strict=True)
-        tops = [encode_variance_(variance, place) for variance, place in rows]
+        tops = [0] * len(self._layout.numels)
+        for index in self._layout.in_order:  # codes take the place of what is encoded already
+            tops[index] = encode_variance_(self._part(self.exp_avg_sq, index), self._part(codes, index))
         self.tops.copy_(torch.tensor(tops, dtype=torch.int32, device="cpu"))
         self.codes, self.exp_avg_sq, self.adam = codes, self.exp_avg_sq[:0], None
 
@@ -191,8 +194,10 @@ class Moments:
         self._recent = None
         return self.exp_avg[bucket.start : bucket.stop]
 
-    def _by_parameter(self, whole: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(whole, list(self._layout.numels))
+    def _part(self, whole: Tensor, index: int) -> Tensor:
+        """Return the elements of one parameter in a buffer of all elements."""
+        start = self._layout.starts[index]
+        return whole[start : start + self._layout.numels[index]]
 
     def _whole(self, moment: Tensor) -> Tensor:
         """Return a buffer of all elements: this one, or zeros."""
@@ -234,31 +239,31 @@ class Moments:
         """Write what lies in a compact form into float32 buffers: into those that are still there, or into new ones."""
         if momentum and self.last:
             self.exp_avg, varies = self._whole(self.exp_avg), self.with_variance()
-            for index, part in enumerate(self._by_parameter(self.exp_avg)):
-                part.copy_(self.exp_avg_of(index, still=not varies[index]))
+            for index, has_variance in enumerate(varies):
+                self._part(self.exp_avg, index).copy_(self.exp_avg_of(index, still=not has_variance))
             self.last, self._recent = {}, None
         if variance and self.codes.numel():
             self.exp_avg_sq = self._whole(self.exp_avg_sq)
-            for index, part in enumerate(self._by_parameter(self.exp_avg_sq)):
-                part.copy_(self.exp_avg_sq_of(index))
+            for index in range(len(self._layout.numels)):
+                self._part(self.exp_avg_sq, index).copy_(self.exp_avg_sq_of(index))
             self.codes = self.codes.new_empty(0)
 
     # -- one parameter's ----------------------------------------------------------------------------------------------
 
     def stored_variance(self, index: int) -> Tensor:
         """Return a parameter's second moment in the form that it has: a view of the codes or of the buffer, [n]."""
-        start = self._layout.starts[index]
-        whole = self.codes if self.codes.numel() else self.exp_avg_sq
-        return whole[start : start + self._layout.numels[index]]
+        return self._part(self.codes if self.codes.numel() else self.exp_avg_sq, index)
 
     def exp_avg_of(self, index: int, still: bool) -> Tensor:
-        """Return a parameter's first moment, [n] float32: a view of the buffer, or decoded values."""
+        """Return a parameter's first moment, [n] float32: a view of where its values lie, or decoded ones."""
         start, numel = self._layout.starts[index], self._layout.numels[index]
         if not self.last:
             return self.exp_avg[start : start + numel]
         out = torch.zeros(numel, dtype=torch.float32, device=self.codes.device)
         for first, average in self.last.items() if not still else ():
             low, high = max(start, first), min(start + numel, first + average.numel)
+            if average.values is not None and high - low == numel:
+                return average.values[low - first : high - first]
             if low < high:
                 out[low - start : high - start] = self._decoded(first, average)[low - first : high - first]
         return out
@@ -362,7 +367,8 @@ class GroupState:
             self.labels = [f"{name} of shape {list(p.shape)}" for p, name in named.items()]
         self.compressed = compressed = not options["non_freeze"]  # ever, and so with errors and extras
         self.in_full = [travels_in_full(p) for p in self.params]  # beside messages of integers
-        self.layout = FlatLayout.build([p.numel() for p in self.params], optimizer.bucket_numel)
+        beside = [compressed and travels_beside_signs(p.shape, optimizer.scale_block) for p in self.params]
+        self.layout = FlatLayout.build([p.numel() for p in self.params], optimizer.bucket_numel, beside)
         # among all ranks, if the param group has a process group of its own, so that others may hold other parameters
         self.communicator, self.own_rank = communicator, own_rank
         device = self.params[0].device if self.params else communicator.device
@@ -371,7 +377,8 @@ class GroupState:
         together = compressed and own_rank is None and communicator.world_size > 1
         self.shared_out = optimizer.zero_stage > 0 and together
         self.moments = Moments(self.layout, device, self.room_for_shards(device))
-        self.errors = ErrorFeedback(self.layout, communicator, device, compact=self.compact, used=compressed)
+        layout = self.layout.in_messages
+        self.errors = ErrorFeedback(layout, communicator, device, compact=self.compact, used=compressed)
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")  # that each parameter has seen
         self.still = [False] * len(self.params)  # which do not move after the warmup stage; see find_still()
         self.extras = tuple(extra for extra in optimizer.extra_state if compressed or extra.always)
@@ -384,9 +391,16 @@ class GroupState:
                 size = self.layout.numel if extra.per == "element" else len(self.params)
                 self.extra[extra.name] = torch.full((size,), extra.initial, dtype=torch.float32, device=device)
 
+    def form_of(self, bucket: Bucket) -> SignFormat | None:
+        """Return the form of a bucket's messages; None for one that travels in full."""
+        return None if bucket.in_full else self.form
+
     @property
     def feedback(self) -> list[BucketErrors]:
-        return self.errors.feedback
+        """The errors of each bucket; what travels in full has none."""
+        nothing = torch.empty(0, dtype=torch.float32, device=self.device)
+        count = len(self.layout.buckets) - len(self.errors.feedback)
+        return [*self.errors.feedback, *(BucketErrors((nothing,), nothing) for _ in range(count))]
 
     @property
     def exp_avg(self) -> Tensor:
@@ -399,9 +413,11 @@ class GroupState:
     def variance(self, bucket: Bucket) -> Variance:
         return self.moments.variance(bucket.start, bucket.stop)
 
-    def keeps_messages(self, average: Average) -> bool:
-        """Return whether the messages of an average may replace the momentum."""
-        return self.compact and average.messages is not None and self.options.get("exp_avg_mask") is None
+    def keeps_average(self, bucket: Bucket, average: Average) -> bool:
+        """Return whether a bucket's average, as messages or in full, may replace the momentum."""
+        in_full = bucket.in_full and self.communicator.world_size > 1
+        compact = self.compact and self.options.get("exp_avg_mask") is None
+        return compact and (in_full or average.messages is not None)
 
     def room_for_shards(self, device: torch.device | None = None) -> MomentShards | None:
         """Return memory for this rank's part of the moments of the warmup stage; None if every rank has all of them."""

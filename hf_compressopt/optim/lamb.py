@@ -16,11 +16,13 @@ Compressed stage, t > freeze_step:
     m_r = b1 m + (1 - b1) g_r;  m' = compressed_all_reduce(m_r scaling_coeff) / scaling_coeff     (3)
     g' = (m' - b1 m) / (1 - b1);  v_fresh = b2 v_fresh + (1 - b2) g'^2                            (4)
     factor = max((sqrt(v) + eps) / (sqrt(v_fresh) + eps)), bounded                                (5)
-    update = m' / (sqrt(v) + eps) + wd p;  p <- p - lr c factor update                            (6)
+    update = bounded(m' / (sqrt(v) + eps)) + wd p;  p <- p - lr c factor update                   (6)
+where bounded(d) cuts every element of d to +-max_update.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -228,12 +230,6 @@ class OnebitLamb(CompressedOptimizer):
         **options: Any,
     ) -> None:
         _check_coefficients(min_coeff, max_coeff)
-        if options.get("max_update"):
-            raise ValueError(
-                f"max_update is not supported with OnebitLamb, got {options['max_update']}: the step of a tensor is "
-                "scaled by trust ratios that were measured on updates without such a bound. Use factor_max"
-            )
-        options.pop("max_update", None)
         check_at_least("factor_min", factor_min, 0)
         check_at_least("factor_max", factor_max, factor_min)
         check_at_least("factor_threshold", factor_threshold, 0)
@@ -306,7 +302,8 @@ class OnebitLamb(CompressedOptimizer):
         for state in states:
             group, sums = state.options, torch.zeros(len(state.params), 3, dtype=torch.float64, device=state.device)
             beta1, beta2 = group["betas"]
-            options = LambOptions(beta1, beta2, group["eps"], group["weight_decay"], group["eps_inside_sqrt"])
+            bound = float(self.max_update or math.inf)
+            options = LambOptions(beta1, beta2, group["eps"], group["weight_decay"], group["eps_inside_sqrt"], bound)
             self._begun[state.number] = options, sums
 
     def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:

@@ -103,7 +103,7 @@ class Early(NamedTuple):
 
 @dataclass
 class SignBucket(GradientBucket):
-    """A bucket of a param group whose momentum is sent as signs. Nothing is written into gradients and errors."""
+    """A bucket of a param group whose momentum is sent, as signs or in full; gradients and errors stay as they are."""
 
     waits_in_step: ClassVar[bool] = True
     state: GroupState
@@ -116,7 +116,7 @@ class SignBucket(GradientBucket):
         return [cls(bucket, state.params, state.communicator, owner, state, i, messages) for i, bucket in rows]
 
     def form(self) -> str:
-        return f"signs, {self.state.form.scale_block} to a scale"
+        return "float32, of signs" if self.bucket.in_full else f"signs, {self.state.form.scale_block} to a scale"
 
     @classmethod
     def average(cls, run: Sequence[SignBucket], grads: Mapping[Tensor, Tensor | None]) -> Task[tuple[None, Any]]:
@@ -125,11 +125,12 @@ class SignBucket(GradientBucket):
         zs = [messages.message(b.state, b.bucket, [grads.get(param) for param in b.params]) for b in run]
         for bucket in run:
             messages.keep(bucket.key, None)
-        task = all_reduce(zs, old, run[0].state.form, run[0].communicator, new)
+        task = all_reduce(zs, old, run[0].state.form_of(run[0].bucket), run[0].communicator, new)
         del zs, grads  # gradients may be freed while their messages travel
         averages = yield from task
         for bucket, average, errors in zip(run, averages, new, strict=True):
-            messages.keep(bucket.key, Early(average, errors, all_finite(average)))
+            finite = all_finite(average) if average.values is None else average.values.isfinite().all()
+            messages.keep(bucket.key, Early(average, errors, finite))
         return None, lambda dropped: None
 
     @property
@@ -212,7 +213,7 @@ class EarlyMessages:
                 self._drop(state)
                 self._made_from.pop(state.number, None)
                 found += SignBucket.all_of(state, self, owner)
-        return found
+        return sorted(found, key=lambda bucket: bucket.bucket.in_full)  # those last, as they come from all layers
 
     def begin(self, loss_scale: float | None, plan: StepPlan) -> None:
         """Begin a backward pass, of the step of a plan."""

@@ -11,7 +11,8 @@ Compressed stage, t > freeze_step:
     m_r = b1 m + (1 - b1) g_r                                                               (4)
     m = compressed_all_reduce(m_r), times exp_avg_mask if there is one                      (5)
     p <- p (1 - lr wd) - lr bounded(m / (sqrt(v) + eps))                                    (6)
-where bounded(d) cuts every element of d to +-max_update.
+where bounded(d) cuts every element of d to +-max_update. In (5) small tensors are averaged in full precision, beside
+the messages (:func:`~hf_compressopt.kernels.messages.travels_beside_signs`): one scale would be theirs and a matrix's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from hf_compressopt.kernels import AdamUpdate, Average, Combination
 from hf_compressopt.optim.agreement import CLIPS
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import GroupState
-from hf_compressopt.optim.options import check_at_least
 from hf_compressopt.schedules import StepPlan
 
 
@@ -47,8 +47,6 @@ class OnebitAdam(CompressedOptimizer):
             False is bitwise torch's AdamW. None is True unless ``warmup_bits`` is 32.
         overlap_comm: Send messages of the compressed stage during backward, clipped by the norm of the step before
             (``clip="late"``).
-        max_update: Largest change of an element in a step of the compressed stage, in learning rates and without the
-            weight decay, >= 0; None or 0 is off. It bounds the effect of an outdated variance.
         **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`. Papers put ``freeze_step`` at
             15-25 % of all steps.
 
@@ -68,15 +66,11 @@ class OnebitAdam(CompressedOptimizer):
         *,
         fused_warmup: bool | None = None,
         overlap_comm: bool = False,
-        max_update: float | None = None,
         state: str = "compact",
         **options: Any,
     ) -> None:
         if fused_warmup is not None and not isinstance(fused_warmup, bool):
             raise TypeError(f"fused_warmup must be True, False or None, got {fused_warmup!r}")
-        if max_update is not None:
-            check_at_least("max_update", max_update, 0)
-        self.max_update = max_update
         if not isinstance(overlap_comm, bool):
             raise TypeError(f"overlap_comm must be True or False, got {overlap_comm!r}")
         if overlap_comm and options.get("clip", "sketch") == "local":
@@ -119,7 +113,7 @@ class OnebitAdam(CompressedOptimizer):
         return Combination(bucket.numel, state.device, m.values, beta1, gradients, 1 - beta1, last=m)  # (4)
 
     def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
-        keeps, variance = state.keeps_messages(average), state.variance(bucket)
+        keeps, variance = state.keeps_average(bucket, average), state.variance(bucket)
         exp_avg = None if keeps else state.moments.in_float32(bucket)
         with state.parameter_segments(bucket) as params:
             kernels.on(state.device).apply_adam_(

@@ -8,11 +8,11 @@ gradient of rank r:
     rank j: messages <- Q(d);  server_error <- d - Q(d)                                                 (3)
     all ranks: p <- p (1 - lr wd) + Q(d)                                                                (4)
 
-Gradients of one dimension and of small parameters are summed in full precision instead of (1), without an error. All
-ranks apply the same messages, so that the parameters have the same bits everywhere, without masters. The server
-error is in the unit of the parameters here. At the end of the stage every rank sends its part of the moments once:
-the momentum as signs, the variance in 8 bits. What the signs miss becomes the server error of the next step, whose
-momentum is b1 m + (1 - b1) g:
+Gradients of one dimension and of small parameters are summed in full precision instead of (1), without an error; what
+travels in full in the compressed stage too is updated in full precision instead of (3). All ranks apply the same
+messages, so that the parameters have the same bits everywhere, without masters. The server error is in the unit of the
+parameters here. At the end of the stage every rank sends its part of the moments once: the momentum as signs, the
+variance in 8 bits. What the signs miss becomes the server error of the next step, whose momentum is b1 m + (1 - b1) g:
 
     messages <- Q(m);  server_error <- b1 (m - Q(m))                                                    (5)
 
@@ -56,7 +56,7 @@ from hf_compressopt.collectives.exchange import (
 )
 from hf_compressopt.collectives.feedback import keep_, scale_
 from hf_compressopt.flat import Bucket, chunk_numel
-from hf_compressopt.kernels import SKETCH_NUMEL, Combination, Errors, IntegerFormat, Segment, sum_of_squares
+from hf_compressopt.kernels import SKETCH_NUMEL, Average, Combination, Errors, IntegerFormat, Segment, sum_of_squares
 from hf_compressopt.kernels.adam import AdamTensors
 from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, like_errors, tensor_of, top_of_variance
 from hf_compressopt.kernels.memory import numbers_on
@@ -116,17 +116,35 @@ def _step_of_bucket(
     if mean is None:
         segments = state.gradient_segments(bucket, grads)
         mean = yield from _mean_of_chunk(state, number, segments, 1.0, feedback.worker, feedback.worker, form)
+    update = _update(state, number, mean, present, fused=fused) if mean.numel() else mean
+    decay = 1 - float(state.options["lr"]) * state.options["weight_decay"]
+    if bucket.in_full:
+        values = yield from _gather_values(state, bucket, update)
+        with state.parameter_segments(bucket) as params:
+            for segment, change in zip(params, torch.split(values, [s.numel for s in params]), strict=True):
+                if segment.tensor is not None:
+                    factor = decay if present[segment.index] else 1.0
+                    segment.part.copy_(segment.part.float() * factor + change)
+        return
     together, message = own_message(bucket.numel, form, state.communicator, state.device)
     if mean.numel():
-        update, error = Combination.of(_update(state, number, mean, present, fused=fused)), feedback.server
-        kernels.on(message).compress_(form, update, error, message, 1, error)  # (3)
+        kernels.on(message).compress_(form, Combination.of(update), feedback.server, message, 1, feedback.server)  # (3)
     changes = yield from gather_messages(bucket.numel, together, form, state.communicator)
-    decay = 1 - float(state.options["lr"]) * state.options["weight_decay"]
     with state.parameter_segments(bucket) as params:  # (4)
         for here, factor in ((True, decay), (False, 1.0)):
             if any(present[segment.index] == here for segment in params):
                 chosen = [s if present[s.index] == here else replace(s, tensor=None) for s in params]
                 kernels.on(together).add_(changes, chosen, factor)
+
+
+def _gather_values(state: GroupState, bucket: Bucket, values: Tensor) -> Task[Tensor]:
+    """Gather what each rank has of its chunk of a bucket in full precision, and return it, [numel] float32."""
+    communicator, place = state.communicator, state.communicator.topology
+    count = chunk_numel(bucket.numel, communicator.world_size)
+    whole = torch.zeros(place.world_size * count, dtype=torch.float32, device=state.device)
+    whole[place.own_chunk * count :][: values.numel()] = values
+    yield from all_gather(whole, communicator, last=None)
+    return whole[: bucket.numel]
 
 
 def _mean_of_chunk(
@@ -145,9 +163,13 @@ def _mean_of_chunk(
     if in_full:
         kernels.on(values).combine_(Combination(values.numel(), device, grads=in_full, beta=factor), values)
         segments = [replace(s, tensor=None) if state.in_full[s.index] else s for s in segments]
-    task = reduce_scatter(Combination(numel, device, grads=segments, beta=factor), old, new, form, ranks)
-    del segments, in_full  # as in all_reduce
-    mean = yield from task
+    if state.layout.buckets[number].in_full:
+        start, stop = place.own_range(numel)
+        mean = torch.zeros(stop - start, dtype=torch.float32, device=device)
+    else:
+        task = reduce_scatter(Combination(numel, device, grads=segments, beta=factor), old, new, form, ranks)
+        del segments, in_full  # as in all_reduce
+        mean = yield from task
     if values.numel():
         shards, everyone = _shards_of(state), range(ranks.world_size)
         numels = shards.numels_in_full[number]
@@ -238,9 +260,14 @@ def _tops(state: GroupState) -> list[int]:
 
 
 def _gather_momentum(state: GroupState, number: int, feedback: BucketErrors, still: Sequence[bool]) -> Task[None]:
-    """Make the momentum of a bucket a message of signs on all ranks, as (5) says. That of ``still`` has no error."""
+    """Bring the momentum of a bucket to all ranks, as signs (5) or in full. That of ``still`` has no error."""
     shards, communicator, bucket = _shards_of(state), state.communicator, state.layout.buckets[number]
     form, exp_avg = state.form, shards.exp_avg[number]
+    if bucket.in_full:
+        values = yield from _gather_values(state, bucket, exp_avg)
+        shards.exp_avg[number] = exp_avg.new_empty(0)
+        state.moments.keep(bucket, Average.of(values))
+        return
     together, message = own_message(bucket.numel, form, communicator, state.device)
     if exp_avg.numel():
         missed = torch.zeros_like(exp_avg)
@@ -356,7 +383,8 @@ class FreedGradients(EarlyMessages):
     def _make_buckets(self) -> list[SignBucket]:
         """Return the buckets, the last ones of all groups first, as backward goes."""
         buckets = chain.from_iterable(SignBucket.all_of(state, self) for state in self.states)
-        return sorted(buckets, key=lambda each: each.bucket.start / each.state.layout.numel, reverse=True)
+        # what travels in full comes from all layers, so that the last gradient completes it
+        return sorted(buckets, key=lambda each: (each.bucket.in_full, -each.bucket.start / each.state.layout.numel))
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.attach().no_sync()

@@ -103,6 +103,8 @@ TRAVELLED = "warmup_gradients"
 WRITTEN = "parameters_written"
 #: Key of a header that says that the ranks shared out the moments: server errors were those of updates then.
 SHARED_OUT = "moments_shared_out"
+#: Name in a header of how many elements of each param group travel in full beside signs.
+IN_FULL = "in_full"
 _LENGTHS = {
     HISTORY: None,
     NOISE: 2,
@@ -134,6 +136,7 @@ def header_of(optimizer: CompressedOptimizer) -> dict[str, Any]:
         "lr_warmup": [optimizer.lr_warmup.rate, optimizer.lr_warmup.step],
         "bucket_numel": optimizer.bucket_numel,
         "scale_block": optimizer.scale_block,
+        IN_FULL: _in_full(optimizer),
         "skipped_steps": optimizer.skipped_steps,
         "rounds": optimizer.rounds,
         "bytes_sent": optimizer.traffic.total_bytes,
@@ -150,12 +153,28 @@ def check_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None
         raise ValueError(f"stage must be one of {[stage.value for stage in Stage]}, got {header.get('stage')!r}")
     type(optimizer.schedule).of(header.get("schedule"))
     _lr_warmup_of(optimizer, header)
+    if (saved := header.get(IN_FULL, [0] * len(_in_full(optimizer)))) != _in_full(optimizer):
+        raise ValueError(
+            f"the state was made with {saved} elements of small tensors beside its messages, by param group, this "
+            f"optimizer has {_in_full(optimizer)}: "
+            + (
+                f"give scale_block={header.get('scale_block')!r}, with which it was saved"
+                if IN_FULL in header
+                else "it is of an earlier version, which sent them as signs; go on with that version"
+            )
+        )
     if optimizer.communicator.world_size > 1 and header["bucket_numel"] != optimizer.bucket_numel:
         cap = (header["bucket_numel"] + 0.5) * FLOAT_BYTES / BYTES_PER_MB
         raise ValueError(
             f"the state was made with buckets of {header['bucket_numel']} elements, this optimizer has "
             f"{optimizer.bucket_numel}: give bucket_cap_mb={cap!r}"
         )
+
+
+def _in_full(optimizer: CompressedOptimizer) -> list[int]:
+    """Return the elements of each param group that travel in full beside signs; 0 if not all ranks hold the group."""
+    shared = [(state.layout, state.own_rank is None) for state in optimizer._states]
+    return [layout.numel - layout.in_messages.numel if everyone else 0 for layout, everyone in shared]
 
 
 def load_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None:

@@ -36,7 +36,6 @@ from hf_compressopt.optim.agreement import Grads, digest_of
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import ExtraState, GroupState
 from hf_compressopt.optim.math import advance_moments_, bit_sum
-from hf_compressopt.optim.options import check_at_least
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
 
 logger = logging.getLogger(__name__)
@@ -267,9 +266,6 @@ class ZeroOneAdam(CompressedOptimizer):
         local_step_scaler: Steps after which the interval between syncs doubles, >= 1. None is 32,678, or a tenth of the
             run.
         local_step_clipper: Longest interval between syncs (H), >= 1. None is 16.
-        max_update: Learning rates that an element of a parameter moves at most in a step in which the variance does not
-            learn, beside the weight decay, >= 0: in steps of the variance stage whose gradients travel as signs, and in
-            local steps; a sync may move it by as many as the local steps together. None or 0 is off.
         **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
 
     Raises:
@@ -298,12 +294,8 @@ class ZeroOneAdam(CompressedOptimizer):
         var_update_scaler: int | None = None,
         local_step_scaler: int | None = None,
         local_step_clipper: int | None = None,
-        max_update: float | None = None,
         **options: Any,
     ) -> None:
-        if max_update is not None:
-            check_at_least("max_update", max_update, 0)
-        self.max_update = max_update
         if var_freeze_step is not None:
             if "freeze_step" in options:
                 raise ValueError(

@@ -93,8 +93,8 @@ class Training:
     bucket_cap_mb: float = 25.0  # sent together: of gradients in DDP, of float32 values otherwise
     scale_block: int | None = 4096
     warmup_bits: int = signature(CompressedOptimizer).parameters["warmup_bits"].default
-    #: Of ``params``, those of one dimension or in tensors below 256 elements, whose gradients travel in full precision
-    #: beside messages of a compressed optimizer's 4 or 8 ``warmup_bits``.
+    #: Of ``params``, those of one dimension or in tensors below 256 elements, which travel in full precision
+    #: beside the messages of a compressed optimizer.
     in_full: int = 0
     accumulation: int = 1  # micro-batches of a step; messages hide behind the last one's backward pass, but ZeRO-2's
 
@@ -250,7 +250,8 @@ class Model:
             seconds = self._overlapped(messages, bucket, make) + self._over_memory(passes.apply)
         else:
             seconds = self.alone(passes).seconds + self._pipelined(make + passes.apply, messages)
-        return replace(messages, seconds=seconds)
+        step, in_full = replace(messages, seconds=seconds), self.training.in_full * FLOAT_BYTES
+        return step + ring(self.cluster, in_full, passes=2) if in_full else step
 
     def low_bit(self, bits: int, *, deferred: bool = False) -> Step:
         """A step of DDP with gradients in messages of 4 or 8 bits, (5); ``deferred`` errors wait for backward's end."""

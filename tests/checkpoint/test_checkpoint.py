@@ -12,14 +12,17 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+import hf_compressopt
 from hf_compressopt import OnebitAdam, load_state, save_state
 from hf_compressopt.checkpoint import load as loading
 from hf_compressopt.checkpoint.portable import consolidate
 from hf_compressopt.format.index import CheckpointError, checksum_of, sealed
 from hf_compressopt.format.shards import ShardFile
+from hf_compressopt.kernels import messages
 from tests.checkpoint import kinds
 from tests.checkpoint.kinds import Kind, observe, train
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.family import assign
+from tests.support.harness import on_ranks, run_ranks, run_ranks_expecting_error
 
 SHAPES = [(30, 7), (11,), (0, 4), (5, 3, 2), (1,)]
 
@@ -395,3 +398,48 @@ def load_with_buckets(rank: int, world_size: int, directory: str, bucket_cap_mb:
     _, optimizer = make(world_size, bucket_cap_mb=bucket_cap_mb)
     load_state(optimizer, directory)
     assert optimizer.metrics()["step"] == 4
+
+
+RESUMED_IN_FULL: list[tuple[str, dict[str, Any]]] = [
+    ("OnebitAdam", {"freeze_step": 4}),
+    ("OnebitAdam", {"freeze_step": 4, "state": "float32"}),
+    ("OnebitAdam", {"freeze_step": 4, "zero_stage": 1}),
+    ("OnebitLamb", {"freeze_step": 4}),
+    ("ZeroOneAdam", {"var_freeze_step": 4, "local_step_scaler": 2, "local_step_clipper": 4}),
+]
+
+
+@on_ranks(2)
+def test_small_tensors_that_travel_in_full_resume_bitwise(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Where other tensors travel in full the state is refused."""
+    messages.OWN_BLOCKS = 2  # as it is in the package
+    for number, (name, options) in enumerate(RESUMED_IN_FULL):
+        found = []
+        for saves_at in (None, 2, 7, 8):
+            params, optimizer = _beside_signs(name, options)
+            for step in range(12):
+                if step == saves_at:
+                    save_state(optimizer, folder := tmp_path / f"{number}-{step}")
+                    own = [param.detach().clone() for param in params]
+                    params, optimizer = _beside_signs(name, options)
+                    assign(params, own)
+                    load_state(optimizer, folder)
+                for index, param in enumerate(params):
+                    generator = torch.Generator().manual_seed(100 * step + 10 * index + rank)
+                    param.grad = torch.randn(param.shape, generator=generator) * 10.0 ** (index - 2)
+                hf_compressopt.average_gradients(optimizer)
+                optimizer.step()
+            found.append(torch.cat([param.detach().reshape(-1) for param in params]))
+        for resumed in found[1:]:
+            assert torch.equal(resumed, found[0]), (name, options)
+    other = _beside_signs("OnebitAdam", {"freeze_step": 4, "scale_block": None})[1]
+    with pytest.raises(Exception, match="small tensors beside its messages.*give scale_block=16"):
+        load_state(other, tmp_path / "0-8")
+
+
+def _beside_signs(name: str, options: dict[str, Any]) -> tuple[list[torch.nn.Parameter], Any]:
+    torch.manual_seed(1)
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((5,), (20, 17), (3, 2), (130,), (9, 11))]
+    return params, getattr(hf_compressopt, name)(
+        params, **{"lr": 1e-2, "scale_block": 16, "bucket_cap_mb": 0.0008, **options}
+    )

@@ -67,7 +67,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"coeff_beta": 1.0}, "coeff_beta|[0, 1)|1.0"),
         ({"factor_min": 5.0}, "factor_m|5.0"),
         ({"factor_threshold": -0.1}, "factor_threshold|>= 0|-0.1"),
-        ({"max_update": 5.0}, "max_update|not supported|5.0|factor_max"),
+        ({"max_update": -1.0}, "max_update|>= 0|-1.0"),
         ({"clip": "late"}, CLIP),
         ({"zero_stage": 1}, "zero_stage=1 is not supported with OnebitLamb"),
     ],

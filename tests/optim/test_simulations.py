@@ -14,6 +14,7 @@ import pytest
 import hf_compressopt
 from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam
 from tests.oracles.cases import (
+    BESIDE,
     CANCEL,
     MASK,
     ODD,
@@ -36,6 +37,7 @@ from tests.oracles.cases import (
     run_simulation,
     shared_cases,
     solve,
+    take_own_blocks,
 )
 from tests.oracles.simulation import (
     OnebitAdamSimulation,
@@ -66,6 +68,7 @@ INSIDE = {"eps_inside_sqrt": True, "eps": 0.05}
 ONEBIT_ADAM = [
     *(Case(f"block_{block}", ONE, {"lr": 0.01, "scale_block": block}) for block in (None, 8, 64, 4096)),
     *shared_cases(),
+    BESIDE,
     Case("no_bias_correction", ONE, {"bias_correction": False, "scale_block": 8}),
     Case("eps_inside_no_correction", ONE, {**INSIDE, "bias_correction": False, "weight_decay": 0.1}),
     Case("bounded", ONE, {"max_update": 0.4, "variance_floor": 0.0, "weight_decay": 0.1, "lr": 0.01}),
@@ -77,6 +80,7 @@ ONEBIT_ADAM = [
 ONEBIT_LAMB = [
     *(Case(f"block_{block}", ONE, {"lr": 0.01, "scale_block": block}) for block in (None, 8, 64)),
     *shared_cases(),
+    BESIDE,
     Case("no_bias_correction", ONE, {"bias_correction": False, "scale_block": 8, "lr": 0.01}),
     Case(
         "coefficients",
@@ -89,6 +93,7 @@ ONEBIT_LAMB = [
         {"lr": 0.01, "factor_max": 1.2, "factor_min": 0.9, "factor_threshold": 0.04, "betas": (0.9, 0.8)},
         steps=16,
     ),
+    Case("bounded", ONE, {"max_update": 0.4, "variance_floor": 0.0, "weight_decay": 0.1, "lr": 0.01, "scale_block": 8}),
     Case("always_one", [{"shapes": ODD[:3], "scale": (3, 1, 3)}], {"lr": 0.01, "max_coeff": 1.0}),
     Case(CANCEL, [*ONE, {"shapes": ODD[:2]}], {"betas": (0.5, 0.9), "lr": 0.01}, freeze_step=2, steps=8),
     Case("large", [{"shapes": [(131, 133), (9,)]}], {"lr": 0.01}, freeze_step=2, steps=5),
@@ -145,6 +150,7 @@ ZERO_ONE_ADAM = [
         for clip in ("sketch", "local")  # of fewer than 4096 elements the sketch is exact
     ),
     case("high_floor", ONE, {"variance_floor": 0.9}),
+    case("beside", [{"shapes": [(7,), (5, 4), (3, 5), (18,)]}, BESIDE.groups[1]], BESIDE.kwargs),
     case("bounded", ONE, {"max_update": 0.3, "weight_decay": 0.1, "scale_block": 8}, lrs=COSINE),
     case("freeze_at_a_one_bit_step", ONE, {"var_freeze_step": 7, "local_step_scaler": 5, "local_step_clipper": 3}),
     case("freeze_at_once", ONE, {"var_freeze_step": 1, "local_step_scaler": 2, "local_step_clipper": 8}),
@@ -328,6 +334,7 @@ CASES = [
     with_large(Case("groups", mixed_groups(0.02), {"bucket_cap_mb": bucket_cap(37), "weight_decay": 0.1})),
     Case("mask", [{"shapes": [(3, 5), (5,)], "mask": MASK}, *ONE], {"max_grad_norm": 0.5, "lr": 0.01}),
     missing_gradients({"lr": 0.01, "scale_block": 8}),
+    with_large(BESIDE),
 ]
 BLOCKS = Case("blocks", [{"shapes": [(11, 26), (7,)]}], {"scale_block": 64, "lr": 0.01, "eps": 1e-3})
 
@@ -359,23 +366,28 @@ def float32() -> Iterator[Run]:
 def compact() -> Iterator[Run]:
     for name in COMPACT:
         for case in (*CASES, BLOCKS):
-            yield Run(case, name, COMPACT[name], 4, {"state": "compact", "max_update": 0})
+            yield Run(case, name, COMPACT[name], 4, {"state": "compact"})
 
 
 def zero(stage: int) -> Iterator[Run]:
     cases = [with_large(case) if case.name == "groups" else case for case in shared_cases()]
-    for number, case in enumerate([*cases, BLOCKS, dataclasses.replace(BLOCKS, steps=7)]):
+    beside = with_large(dataclasses.replace(BESIDE, kwargs={**BESIDE.kwargs, "max_grad_norm": 0.5}))
+    for number, case in enumerate([*cases, BLOCKS, dataclasses.replace(BLOCKS, steps=7), beside]):
         if stage == 1 or case.kwargs.get("clip") != "local":
-            yield Run(
-                case, "OnebitAdam", ZERO[stage], (4, 8)[number in (0, 5, 12)], {"zero_stage": stage, "max_update": 0}
-            )
+            yield Run(case, "OnebitAdam", ZERO[stage], (4, 8)[number in (0, 5, 12)], {"zero_stage": stage})
 
 
 def solve_runs(rank: int, world_size: int, rows: list[tuple[Problem, Run]], more: dict[str, Any]) -> list[Any]:
     found = []
     for problem, run in rows:
         params, groups = make_params(problem)
-        options = {**problem.case.kwargs, **run.schedule(), "warmup_bits": run.bits, **run.options, **more}
+        options = {
+            **take_own_blocks(problem.case.kwargs),
+            **run.schedule(),
+            "warmup_bits": run.bits,
+            **run.options,
+            **more,
+        }
         optimizer = getattr(hf_compressopt, run.name)(groups, **options)
         history = take_steps_of_own_gradients(problem, optimizer, params, rank)
         errors = [[error.numpy() for error in state.errors.values()] for state in optimizer._states]

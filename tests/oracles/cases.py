@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from hf_compressopt import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
+from hf_compressopt.kernels import messages
 from tests.oracles.simulation import OnebitAdamSimulation, OnebitLambSimulation, ZeroOneAdamSimulation
 
 BYTES_PER_MB = 2**20
@@ -96,6 +97,12 @@ def shared_cases() -> list[Case]:
 ONE_SCALE = {"bucket_cap_mb": bucket_cap(37), "scale_block": None, "weight_decay": 0.05}
 ONE_SCALE_GROUPS = [{"shapes": [*ODD, (40,)]}]
 COSINE = cosine(0.01, 12)
+#: Small tensors that travel in full precision beside signs, in buckets that cut through the others.
+BESIDE = Case(
+    "beside",
+    [{"shapes": [(7,), (9, 5), (40,), (3, 5), (12, 11), (1,)]}, {"shapes": [(5,), (2, 2)], "weight_decay": 0.2}],
+    {"own_blocks": 2, "scale_block": 8, "bucket_cap_mb": bucket_cap(50), "lr": 0.01},
+)
 #: Groups with a mask, with weight decay, and in full precision, in buckets that cut through tensors.
 MIXED_GROUPS = [
     {"shapes": [(3, 5), (5,)], "mask": MASK},
@@ -238,7 +245,13 @@ def make_params(problem: Problem):
 def make_optimizer(problem: Problem, **kwargs):
     """The optimizer and its parameters, [group][parameter]."""
     params, groups = make_params(problem)
-    return problem.optimizer(groups, **{**problem.schedule, **problem.case.kwargs, **kwargs}), params
+    return problem.optimizer(groups, **{**problem.schedule, **take_own_blocks(problem.case.kwargs), **kwargs}), params
+
+
+def take_own_blocks(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The options of an optimizer without "own_blocks", which this process takes over: how many a tensor needs."""
+    messages.OWN_BLOCKS = kwargs.get("own_blocks", 0)
+    return {name: value for name, value in kwargs.items() if name != "own_blocks"}
 
 
 def set_gradients(problem: Problem, optimizer, params, rank: int, t: int) -> None:
@@ -323,7 +336,7 @@ class Recorded(Problem):
             kwargs["var_freeze_step"] += 1  # the first step() only counted, the next one was number 2
         else:
             kwargs["freeze_step"] -= 1  # the first step() only counted
-        kwargs |= {"bias_correction": False, "scale_block": None, "variance_floor": 0.0}
+        kwargs |= {"bias_correction": False, "scale_block": None, "variance_floor": 0.0, "max_update": 0}
         self.found, self.tensors, self.optimizer, self.simulation = found, tensors, optimizer, simulation
         self.world_size, self.params = 2, [[found[f"init_param{i}"] for i in tensors]]
         group: dict[str, Any] = {"shapes": [p.shape for p in self.params[0]]}

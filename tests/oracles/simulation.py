@@ -178,13 +178,15 @@ class Simulation:
         clip: str = "sketch",
         scale_block: int | None = 4096,
         variance_floor: float = 0.01,
-        max_update: float | None = None,
+        max_update: float | None = 2.0,
         bucket_numel: int = 6_553_600,
         node_size: int = 1,
+        own_blocks: int = 0,
     ):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.groups = [self.group_class(**{**defaults, **group}) for group in groups]
         self.world_size, self.bucket_numel, self.max_update = world_size, bucket_numel, max_update or np.inf
+        self.own_blocks = own_blocks  # smaller tensors travel in full precision
         self.node_size = node_size  # of the hierarchical topology; a rank's worker error is its node's
         self.bias_correction, self.eps_inside_sqrt, self.clip = bias_correction, eps_inside_sqrt, clip
         self.max_grad_norm, self.scale_block, self.variance_floor = max_grad_norm, scale_block, variance_floor
@@ -199,7 +201,17 @@ class Simulation:
         group.server_errors = [[np.zeros(e - b) for b, e in chunk_bounds(n, self.world_size)] for n in lengths]
 
     def _buckets(self, group: SimulatedGroup) -> list[tuple[int, int]]:
-        return [] if group.non_freeze else blocks_of(0, group.numel, self.bucket_numel)
+        return [] if group.non_freeze else blocks_of(0, self._sent_as_signs(group).size, self.bucket_numel)
+
+    def _sent_as_signs(self, group: SimulatedGroup) -> NDArray[np.int64]:
+        """The places of the elements that messages hold: all, or those of tensors of two blocks."""
+        blocks = [0 if self.scale_block is None else self.own_blocks * self.scale_block for _ in group.params]
+        least = [
+            block if p.ndim < 2 else min(block, self.own_blocks * 128)
+            for block, p in zip(blocks, group.params, strict=True)
+        ]
+        large = [np.full(p.size, p.size >= size) for size, p in zip(least, group.params, strict=True)]
+        return np.flatnonzero(np.concatenate([np.zeros(0, bool), *large]))
 
     def _flat(self, grads: Grads) -> list[Array]:
         """Every rank's gradients of all groups, flat."""
@@ -214,11 +226,12 @@ class Simulation:
         return np.sqrt(v + eps) if self.eps_inside_sqrt else np.sqrt(v) + eps
 
     def _all_reduce(self, group: SimulatedGroup, messages: Sequence[Array]) -> Array:
-        mean = np.zeros(group.numel)
+        mean, places = np.mean(messages, axis=0), self._sent_as_signs(group)
         for k, (begin, end) in enumerate(self._buckets(group)):
-            parts, errors = [x[begin:end] for x in messages], (group.worker_errors[k], group.server_errors[k])
+            here = places[begin:end]
+            parts, errors = [x[here] for x in messages], (group.worker_errors[k], group.server_errors[k])
             result = simulate_compressed_all_reduce(parts, *errors, self.scale_block, node_size=self.node_size)
-            mean[begin:end] = result.mean
+            mean[here] = result.mean
             group.worker_errors[k], group.server_errors[k] = result.worker_errors, result.server_errors
             self.min_distance = min(self.min_distance, result.min_distance)
         return mean
@@ -412,11 +425,12 @@ class OnebitLambSimulation(OnebitAdamSimulation):
             reconstructed = (m - b1 * m_old) / (1 - b1)
             scales.fresh = b2 * scales.fresh + (1 - b2) * reconstructed**2
             denominator = self._denominator(group.exp_avg_sq[i], group.eps)
-            update = m / denominator + group.weight_decay * p
+            direction = np.clip(m / denominator, -self.max_update, self.max_update)
+            update = direction + group.weight_decay * p
             factor = float(np.max(denominator / self._denominator(scales.fresh, group.eps)))
             if group.weight_decay > 0:
                 norm = np.linalg.norm(update)
-                ratio = min(1.0, float(np.linalg.norm(m / denominator) / norm)) if norm > 0 else 1.0
+                ratio = min(1.0, float(np.linalg.norm(direction) / norm)) if norm > 0 else 1.0
                 factor = factor * ratio + 1 - ratio
             factor = min(max(factor, self.factor_min), self.factor_max)
             lowest = scales.last_factor * (1 - self.factor_threshold)

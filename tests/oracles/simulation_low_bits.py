@@ -67,11 +67,12 @@ class LowBits:
         if group.non_freeze or self.world_size == 1 or not group.numel:
             mean = flat.astype(np.float64).mean(axis=0)
         else:
-            sizes, small = (group.numel, self.bucket_numel), in_full([p.shape for p in group.params])
-            exchange = Simulation(*sizes, self.world_size, self.bits, node_size=self.node_size)
+            places, whole = self._sent_as_signs(group), in_full([p.shape for p in group.params])
+            small, mean = whole[places], flat.astype(np.float64).mean(axis=0)
+            exchange = Simulation(places.size, self.bucket_numel, self.world_size, self.bits, node_size=self.node_size)
             self._move_errors(group, exchange, small, out=False)
-            mean = exchange.average(np.where(small, np.float32(0), flat)).astype(np.float64)
-            mean[small] = flat[:, small].astype(np.float64).mean(axis=0)
+            averages = exchange.average(np.where(small, np.float32(0), flat[:, places])).astype(np.float64)
+            mean[places[~small]] = averages[~small]
             self._move_errors(group, exchange, small, out=True)
         parts = group.unflatten(mean) if group.params else []
         return [None if missing else part for part, missing in zip(parts, nobody, strict=True)]
@@ -103,7 +104,7 @@ class LowBitOnebitLamb(LowBitOnebitAdam, OnebitLambSimulation):
         for group, rows in zip(self.groups, self.scales, strict=True):
             if not group.non_freeze and group.params:
                 stretch = [np.full(p.size, s.scaling_coeff) for p, s in zip(group.params, rows, strict=True)]
-                scale_errors(group, np.concatenate(stretch))
+                scale_errors(group, np.concatenate(stretch)[self._sent_as_signs(group)])
 
 
 class LowBitZeroOneAdam(LowBits, ZeroOneAdamSimulation):
@@ -236,14 +237,14 @@ class ZeroOnebitAdam(CompactOnebitAdam):
         whole = [group.flatten(grads) for grads in local]
         small = in_full([p.shape for p in group.params])
         flat = [np.where(small, 0.0, row) for row in whole]
-        mean = np.where(small, np.mean(whole, axis=0), 0.0)
+        mean, places = np.where(small, np.mean(whole, axis=0), 0.0), self._sent_as_signs(group)
         for k, (begin, end) in enumerate(self._buckets(group)):
             for low, high in chunk_bounds(end - begin, self.world_size):
                 for rank, errors in enumerate(group.worker_errors[k]):
-                    u = flat[rank][begin + low : begin + high] + errors[low:high]
+                    here = places[begin + low : begin + high]
+                    u = flat[rank][here] + errors[low:high]
                     sent = self._message(u)
                     errors[low:high] = self._stored(u - sent)
-                    here = slice(begin + low, begin + high)
                     mean[here] += np.where(small[here], 0.0, sent / self.world_size)
         return mean
 
@@ -256,10 +257,10 @@ class ZeroOnebitAdam(CompactOnebitAdam):
                 continue
             m, v = self._moments(group, i, g)
             changes.append(-group.lr * m / self._denominator(v, group.eps))
-        change = group.flatten(changes)
+        change, places = group.flatten(changes), self._sent_as_signs(group)
         for k, (begin, end) in enumerate(self._buckets(group)):
             for rank, (low, high) in enumerate(chunk_bounds(end - begin, self.world_size)):
-                place = slice(begin + low, begin + high)
+                place = places[begin + low : begin + high]
                 d = change[place] + group.server_errors[k][rank]
                 change[place] = self._message(d)
                 group.server_errors[k][rank] = self._stored(d - change[place])
@@ -268,13 +269,14 @@ class ZeroOnebitAdam(CompactOnebitAdam):
             group.params[i] = group.params[i] * decay + part
 
     def _gather(self, group: SimulatedGroup) -> None:
-        momentum = group.flatten(group.exp_avg)
+        momentum, places = group.flatten(group.exp_avg), self._sent_as_signs(group)
         for k, (begin, end) in enumerate(self._buckets(group)):
             for rank, (low, high) in enumerate(chunk_bounds(end - begin, self.world_size)):
-                m = momentum[begin + low : begin + high].copy()
+                here = places[begin + low : begin + high]
+                m = momentum[here]
                 signs = quantize(m, blocks_of(0, high - low, self.scale_block))
                 self._note(distance_to_zero(m))
-                momentum[begin + low : begin + high] = signs
+                momentum[here] = signs
                 group.server_errors[k][rank] = self._stored(group.betas[0] * (m - signs))
         group.exp_avg = group.unflatten(momentum)
 
@@ -292,7 +294,7 @@ class FreedZeroOnebitAdam(ZeroOnebitAdam):
             return super()._factors(grads, compressed)
         late, own = self.now, [bool(group.params) and not group.non_freeze for group in self.groups]
         if compressed:
-            norm = sketched_norm(self._flat(grads), self.step_count)
+            norm = sketched_norm([flat[self._in_buckets()] for flat in self._flat(grads)], self.step_count)
         else:
             for index, group in enumerate(self.groups):
                 local = scaled(grads, index, [1.0] * self.world_size)
@@ -301,6 +303,16 @@ class FreedZeroOnebitAdam(ZeroOnebitAdam):
             norm = float(np.linalg.norm(np.concatenate([*self.means.values()])))
         self.now = self._clip_factor(norm)
         return [late if compressed and shared else self.now for shared in own]
+
+    def _in_buckets(self) -> np.ndarray:
+        """The places of all elements in the order of the buckets, in which they are sketched."""
+        orders, start = [], 0
+        for group in self.groups:
+            places = np.arange(group.numel)
+            first = places if group.non_freeze else self._sent_as_signs(group)
+            orders += [start + first, start + np.setdiff1d(places, first)]
+            start += group.numel
+        return np.concatenate(orders)
 
     def _mean(self, group: SimulatedGroup, local: list[list[Any]]) -> np.ndarray:
         return self.now * self.means[id(group)]

@@ -1,5 +1,6 @@
 """Tests of native kernels that run on every device: a test file inherits them, and gives a fixture `device`."""
 
+import math
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -113,7 +114,7 @@ class KernelSuite:
     @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
     @pytest.mark.parametrize("eps_inside_sqrt", [False, True])
     def test_lamb(self, device: torch.device, weight_decay: float, eps_inside_sqrt: bool) -> None:
-        options = LambOptions(0.9, 0.999, 1e-6, weight_decay, eps_inside_sqrt)
+        options = LambOptions(0.9, 0.999, 1e-6, weight_decay, eps_inside_sqrt, 0.5 if eps_inside_sqrt else math.inf)
         cases.check_lamb(device, 9001, 6, chunks=3, options=options)
         cases.check_lamb(device, 1009, 760, chunks=0, options=options)
 
@@ -224,7 +225,7 @@ class CompactSuite:
             cases.check_local_step(device, 5003, 9, with_grads=chunks > 0, descent=descent, log=True)
             cases.check_sync_parameters(device, 5003, 9, **options)
         for decay in (0.0, 0.1):
-            lamb = LambOptions(0.9, 0.999, 1e-6, decay, decay == 0)
+            lamb = LambOptions(0.9, 0.999, 1e-6, decay, decay == 0, 0.5)
             cases.check_lamb(device, 1009, 760, chunks=chunks, options=lamb, log=True)
             cases.check_lamb(device, 9001, 6, chunks=chunks, options=lamb, log=True)
 

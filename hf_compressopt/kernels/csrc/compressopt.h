@@ -28,7 +28,7 @@ extern "C" {
 #define CO_API __attribute__((visibility("default")))
 #endif
 
-#define CO_ABI_VERSION 8
+#define CO_ABI_VERSION 9
 
 typedef enum {
     CO_OK = 0,
@@ -211,20 +211,20 @@ CO_API int32_t co_sync_parameters(const co_average *y, float *exp_avg, float *an
 /* 1-bit LAMB, first pass: m' = y / factors[index]; g' = (m' - beta1 m) / (1 - beta1), with one_minus_beta1;
  * fresh <- beta2 fresh + one_minus_beta2 (g' g'); m <- m'; and per tensor, into sums[3 index ...] (double, which the
  * caller sets to 0 before a tensor's first segment; a tensor may be split over several calls):
- *   [0] += sum (m' / denominator(v))^2, [1] += sum (m' / denominator(v) + weight_decay p)^2,
+ *   [0] += sum d^2, [1] += sum (d + weight_decay p)^2, with d = bounded(m' / denominator(v)) as in co_descent,
  *   [2] = max([2], max denominator(v) / denominator(fresh)), with 1 for a tensor that keeps still.
  * params: data == NULL counts as p = 0, and so does every p where weight_decay is 0.
  * Sums are of float32 terms squared in double, in an order that depends on the segments only. */
 typedef struct {
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay;
     int32_t eps_inside_sqrt;
-    int32_t unused;
+    float bound; /* > 0 */
 } co_lamb_options;
 CO_API int32_t co_lamb_moments(const co_average *y, float *exp_avg, float *fresh, const co_variance *exp_avg_sq,
                                const co_segment *params, int64_t count, const float *factors, double *sums,
                                const co_lamb_options *options, const co_exec *exec);
 
-/* 1-bit LAMB, second pass: p <- p - rates[index] * (m / denominator(v) + weight_decay p). */
+/* 1-bit LAMB, second pass: p <- p - rates[index] * (bounded(m / denominator(v)) + weight_decay p). */
 CO_API int32_t co_lamb_apply(const float *exp_avg, const co_variance *exp_avg_sq, const co_segment *params, int64_t count,
                              int64_t numel, const float *rates, const co_lamb_options *options, const co_exec *exec);
 

@@ -250,13 +250,14 @@ inline LambSums lamb_part(const PartOfTile &part, const T *p, const float *y, fl
     Vec f = set1(factor), decay = set1(o.weight_decay), zero = set1(0.0f), most = zero;
     bool still = part.still(), decays = p != nullptr && o.weight_decay != 0;
     NormSum directions, updates;
+    Bound bound(o.bound);
     each_vector(part.n, [&](int64_t i, auto lanes) {
         Vec now = still ? zero : lanes.get(y + i) / f;
         Vec gradient = (now - beta1 * lanes.get(m + i)) / rest1;
         Vec learnt = beta2 * lanes.get(fresh + i) + rest2 * (gradient * gradient);
         lanes.put(m + i, now);
         lanes.put(fresh + i, learnt);
-        Vec frozen = below(i, lanes), direction = still ? zero : now / frozen;
+        Vec frozen = below(i, lanes), direction = still ? zero : bound(now / frozen);
         Vec update = decays ? direction + decay * lanes.get(p + i) : direction;
         Vec ratio = frozen / denominator(learnt);
         directions.add(lanes.only(direction));
@@ -310,6 +311,7 @@ int32_t lamb_apply(const float *exp_avg, const co_variance *exp_avg_sq, const co
     Denominator denominator(options->eps, options->eps_inside_sqrt);
     Variance variance(exp_avg_sq);
     Vec decay = set1(options->weight_decay);
+    Bound bound(options->bound);
     parallel_tiles(exec, numel * (12 + variance.bytes()), numel, [&](int64_t begin, int64_t end) {
         each_part(segments, begin, end, [&](const PartOfTile &part) {
             if (part.param == nullptr) return;
@@ -320,7 +322,7 @@ int32_t lamb_apply(const float *exp_avg, const co_variance *exp_avg_sq, const co
                 variance.each(part, denominator, [&](const auto &below) {
                     each_vector(part.n, [&](int64_t i, auto lanes) {
                         Vec old = lanes.get(p + i);
-                        Vec direction = part.still() ? set1(0.0f) : lanes.get(m + i) / below(i, lanes);
+                        Vec direction = part.still() ? set1(0.0f) : bound(lanes.get(m + i) / below(i, lanes));
                         Vec update = options->weight_decay != 0 ? direction + decay * old : direction;
                         lanes.put(p + i, old - rate * update);
                     });

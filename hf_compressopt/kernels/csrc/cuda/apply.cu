@@ -175,7 +175,7 @@ struct LambApply {
     const float* exp_avg;
     Variance exp_avg_sq;
     const float* rates;
-    Real weight_decay;
+    Real weight_decay, bound;
     Denominator denominator;
 
     __device__ void operator()(const Run& run, int64_t i, Span span) const {
@@ -184,7 +184,7 @@ struct LambApply {
         Quad update = same(0.0f);
         if (!run.still) {
             const Quad m = load(exp_avg + i, span);
-            update = m / denominator.of(exp_avg_sq.of(exp_avg_sq.load_raw(run, i, span)));
+            update = bounded(m / denominator.of(exp_avg_sq.of(exp_avg_sq.load_raw(run, i, span))), bound);
         }
         const Quad p = run.param_of(raw);
         if (weight_decay.value != 0.0f) update = update + p * weight_decay;
@@ -287,7 +287,7 @@ int32_t co_lamb_apply(const float* exp_avg, const co_variance* exp_avg_sq, const
     CO_REQUIRE(exp_avg && params && rates, "exp_avg, params or rates is null");
     CO_TRY(check_update(exp_avg_sq, params, count, numel));
     return with_variance(*exp_avg_sq, [&](auto v) {
-        return run(LambApply<decltype(v)>{exp_avg, v, rates, options->weight_decay,
+        return run(LambApply<decltype(v)>{exp_avg, v, rates, options->weight_decay, options->bound,
                                           Denominator{options->eps, options->eps_inside_sqrt != 0}},
                    RunsOf(params, nullptr, numel), count, Place(*exec));
     });

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         store(lamb.fresh + i, fresh, span);
         store(lamb.exp_avg + i, m, span);
         const Quad frozen = lamb.denominator(lamb.exp_avg_sq.of(v));
-        const Quad direction = run.still ? same(0.0f) : m / frozen;
+        const Quad direction = run.still ? same(0.0f) : bounded(m / frozen, options.bound);
         directions += square_sum(direction, span);
         updates += square_sum(decays ? direction + run.param_of(p) * Real(options.weight_decay) : direction, span);
         if (run.still) return;

@@ -1,0 +1,78 @@
+"""What a frozen variance and the scales of signs do to elements whose gradients differ from their neighbours'."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hf_compressopt import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, average_gradients
+from hf_compressopt.kernels import messages
+from tests.support.harness import on_ranks
+
+STEPS, FREEZE = 90, 30
+ZERO_ONE = {"var_freeze_step": FREEZE, "var_update_scaler": 8, "local_step_scaler": 15, "local_step_clipper": 4}
+
+
+class Attention(torch.nn.Module):
+    """Masked tokens, by an attention whose key bias has a true gradient of 0, and an output with a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = torch.nn.Embedding(41, 24), torch.nn.Embedding(16, 24)
+        self.query, self.key, self.value = (torch.nn.Linear(24, 24) for _ in range(3))
+        self.norm, self.head = torch.nn.LayerNorm(24), torch.nn.Linear(24, 40)
+        self.temperature = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places.weight
+        x = x + functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+        return self.head(self.norm(x)) * self.temperature.exp()
+
+
+def train(rank: int, kind: type[torch.optim.Optimizer], options: dict, autocast: bool = False) -> tuple[float, float]:
+    """The largest change of an element at any time, and the mean loss of the last steps."""
+    torch.manual_seed(0)
+    model = Attention()
+    for linear in (model.query, model.key):
+        torch.nn.init.normal_(linear.weight, std=0.02)
+    torch.nn.init.normal_(model.tokens.weight, std=0.02)
+    start = [param.detach().clone() for param in model.parameters()]
+    optimizer = kind(model.parameters(), **options)
+    moved, losses = 0.0, []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        text = torch.randint(0, 20, (16, 8), generator=generator).repeat(1, 2) + 20 * (torch.arange(16) // 8)
+        hidden = torch.rand(text.shape, generator=generator) < 0.2
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            logits = model(text.masked_fill(hidden, 40))
+        loss = functional.cross_entropy(logits.float()[hidden], text[hidden])
+        loss.backward()
+        average_gradients(optimizer if hasattr(optimizer, "plan") else list(model.parameters()))
+        optimizer.step()
+        changes = [(param.detach() - old).abs().max() for param, old in zip(model.parameters(), start, strict=True)]
+        moved = max(moved, float(torch.stack(changes).max()))
+        losses.append(float(loss.detach()))
+    return moved, sum(losses[-10:]) / 10
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@on_ranks(2)
+def test_no_element_moves_far_further_than_without_compression(rank: int, world_size: int, autocast: bool) -> None:
+    """A key bias's gradient is rounding noise, and those of queries and keys grow when the attention learns."""
+    messages.OWN_BLOCKS = 2  # as it is in the package
+    adam, lamb = {"lr": 1e-2, "weight_decay": 0.0}, {"lr": 3e-2}
+    plain = {"adam": train(rank, torch.optim.AdamW, adam, autocast), "lamb": train(rank, Lamb, lamb, autocast)}
+    runs = [
+        (kind, plain["adam"], {**adam, **schedule, **options})
+        for kind, schedule, options in (
+            (OnebitAdam, {"freeze_step": FREEZE}, {}),
+            (OnebitAdam, {"freeze_step": FREEZE}, {"warmup_bits": 32, "state": "float32"}),
+            (OnebitAdam, {"freeze_step": FREEZE}, {"zero_stage": 1}),
+            (ZeroOneAdam, ZERO_ONE, {}),
+        )
+    ]
+    runs.append((OnebitLamb, plain["lamb"], {**lamb, "freeze_step": FREEZE}))
+    for kind, (moved, loss), options in runs:
+        found = train(rank, kind, options, autocast)
+        context = f"{kind.__name__}, {options}: moved and loss {found}, without compression {moved, loss}"
+        assert found[0] < 20 * moved and found[1] < 1.01 * loss, context
