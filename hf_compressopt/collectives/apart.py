@@ -60,6 +60,11 @@ class _Nothing:
         return
 
 
+def may_be_apart(optimizer: Any) -> bool:
+    """True for a compressed optimizer in a stage of which each rank has parameters of its own."""
+    return any("param" in names for names in optimizer.own_tensors.values())
+
+
 def warn_of_reads(model: nn.Module, optimizers: Callable[[], Iterable[MayBeApart]]) -> None:
     """Warn once if the model is evaluated, and once if its state dict is taken, while ranks are apart."""
     model.register_forward_pre_hook(_Evaluation(model, "evaluates the model", optimizers))

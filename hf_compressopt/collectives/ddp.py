@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt.collectives.apart import warn_of_reads
+from hf_compressopt.collectives.apart import may_be_apart, warn_of_reads
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.collectives.gradients import GradientBucket, GradientRounds, as_it_is, plain_buckets
 from hf_compressopt.collectives.sender import SendRecord, check_bucket, note_sent
@@ -43,6 +43,7 @@ class GradientSync:
         self._others: tuple[list[Tensor], list[GradientBucket]] = ([], [])
         self._sends = self._reduces = self._early = False  # in the pass under way
         self._compared = True  # the ranks have compared the optimizers that they bound last
+        self.reads_are_watched = False  # the model warns where it is read while ranks are apart
 
     def bind(self, optimizers: Sequence[Any], loss_scale: Callable[[], float] | None = None) -> None:
         """Follow the plans of these optimizers, and count the bytes of the hook as the first one's."""
@@ -198,9 +199,11 @@ def attach_ddp(
                 f"remove your own comm_hook ({error})"
             ) from error
         model.join_hook = partial(_join_hook, model.join_hook, sync)  # type: ignore[method-assign]
-        warn_of_reads(model.module, partial(getattr, sync, "optimizers"))
     for optimizer in optimizers:
         optimizer.label_parameters(model.module.named_parameters())
+    if not sync.reads_are_watched and any(map(may_be_apart, optimizers)):
+        sync.reads_are_watched = True
+        warn_of_reads(model.module, partial(getattr, sync, "optimizers"))
     sync.bind(optimizers, loss_scale)
     return sync
 

@@ -161,7 +161,7 @@ def test_links_between_and_inside_machines_are_measured_apart() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "one of the arguments --model --params is required"),
+        (["--compute-seconds", "0.1"], "one of the arguments --model --params is required"),
         (["--params", "-1"], "argument --params: must be a whole number"),
         ([*GIVEN, *LINK, "--trainable", "2e6"], "--trainable must be at most the model's 1000000, got 2000000"),
         ([*GIVEN, *LINK, "--timeout", "soon"], "argument --timeout"),
