@@ -14,7 +14,8 @@ from tests.support.trainer_runs import small_model, tokens, trainer_arguments
 
 sys.path.append(str(REPO_ROOT / "scripts"))
 
-from _paths import run_paths  # noqa: E402
+from _paths import PATHS as PATHS  # noqa: E402
+from _paths import run_paths as run_paths  # noqa: E402
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     *((name, {"freeze_step": 3}) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")),
