@@ -163,7 +163,7 @@ def zero(rank: Rank, **options: Any) -> nn.Module:
     return net
 
 
-def fsdp(rank: Rank, replicas: int, compression: str, **options: Any) -> nn.Module:
+def fsdp(rank: Rank, replicas: int, compression: str) -> nn.Module:
     """FSDP2 over all ranks, or over a part of them and replicas."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -176,7 +176,7 @@ def fsdp(rank: Rank, replicas: int, compression: str, **options: Any) -> nn.Modu
     for start in range(0, len(net.layers), 11):
         fully_shard(list(net.layers[start : start + 11]), mesh=mesh["shard"])
     fully_shard(net, mesh=mesh["shard"])
-    hf_compressopt.compress_fsdp(net, mesh, compression, bucket_cap_mb=SMALL, **options)
+    hf_compressopt.compress_fsdp(net, mesh, compression, bucket_cap_mb=SMALL)
     train(rank, net, torch.optim.AdamW(net.parameters(), lr=3e-3), clips=False)
     return copies(p.full_tensor() for p in net.parameters())  # type: ignore[attr-defined]
 
@@ -270,7 +270,7 @@ PATHS: dict[int, dict[str, Path_]] = {
         "ZeRO-2, int4 both ways": partial(zero, stage=2, **BOTH),
         "ZeRO-2, offload": partial(zero, stage=2, offload_optimizer="cpu"),
         "FSDP2, int4 between replicas": partial(fsdp, replicas=2, compression="int4"),
-        "FSDP2, int4 both ways": partial(fsdp, replicas=1, compression="int4", param_compression="int4"),
+        "FSDP2, int4 over all ranks": partial(fsdp, replicas=1, compression="int4"),
         "GradScaler, an overflow on one rank": overflow_on_one_rank,
         "OnebitAdam, saved and resumed": partial(saved_and_resumed, make=onebit, average=True),
         "ZeRO-2, saved and resumed": partial(saved_and_resumed, make=zero2, average=False),

@@ -23,7 +23,7 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("Lamb", {}),
 ]
 #: Of the paths of scripts/_paths.py, those that `make test` and `make test-gpu` run; part C of gpu_proof.py runs all.
-PATHS_BETWEEN_RANKS = ["OnebitAdam", "int4 hook", "FSDP2, int4 both ways"]
+PATHS_BETWEEN_RANKS = ["OnebitAdam", "int4 hook", "FSDP2, int4 over all ranks"]
 
 
 def net(device: torch.device) -> nn.Module:
