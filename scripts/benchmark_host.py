@@ -270,6 +270,8 @@ class HostCopies(TorchFunctionMode):
             self.counts[name] -= self.in_host_memory(first)  # which waits for nothing
         if name == "copy_" and self.in_host_memory(first) != self.in_host_memory(second):
             self.counts["copy_"] += 1
+        if name in ("__getitem__", "__setitem__") and isinstance(second, list) and not self.in_host_memory(first):
+            self.counts["index"] += 1
         if name == "to" and self.in_host_memory(first) and second != "cpu" and not isinstance(second, torch.dtype):
             if not kwargs.get("non_blocking"):
                 self.counts["to"] += 1

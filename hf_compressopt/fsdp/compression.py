@@ -322,15 +322,17 @@ class FSDPCompression:
         if self.communicator.world_size == 1:
             return
         self._check_numel(errors.unit, grads.numel())
+        self._keep_memory(grads)
         if errors.holds_back(grads):
             return
-        self._enter_pass(grads)
+        self._enter_pass()
         self._faults += errors.average(grads, self._scale)
 
     def _scatter(self, errors: UnitErrors, shard: Tensor, grads: Tensor, op: Any) -> None:
         """Average the gradients of a unit in the place of a reduce-scatter ``op``. FSDP2 calls, on its stream."""
         self._check_numel(errors.unit, shard.numel())
-        self._enter_pass(grads)
+        self._keep_memory(grads)
+        self._enter_pass()
         ranks = self.communicator.world_size
         factor = ranks / errors.unit.divisor(op, ranks)
         self._faults += errors.scatter(shard, grads, self._scale, factor)
@@ -343,11 +345,14 @@ class FSDPCompression:
                 "need torch >= 2.13"
             )
 
-    def _enter_pass(self, grads: Tensor) -> None:
-        """Begin a backward pass with the gradients of its first unit."""
+    def _keep_memory(self, grads: Tensor) -> None:
+        """Keep the gradients' memory until this stream has used it: FSDP2 may free them, and use it on another one."""
         if grads.device.type != "cpu":
             self._stream = torch.accelerator.current_stream()
-            grads.record_stream(self._stream)  # FSDP2 may free them, and use the memory on another stream
+            grads.record_stream(self._stream)
+
+    def _enter_pass(self) -> None:
+        """Begin a backward pass with its first unit."""
         task = torch._C._current_graph_task_id()
         if task == self._pass:
             return

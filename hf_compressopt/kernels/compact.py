@@ -100,6 +100,7 @@ _LOWEST, _HIGHEST = -126 * POINTS, 128 * POINTS - 1  # points that are normal fl
 NO_TOP = _LOWEST - 1
 _MANTISSA_BITS, _EXPONENT_BIAS = 23, 127
 _RUN = 1 << 18  # elements that are encoded at once, so that what this needs stays near 5 MiB
+_RUN_ON_DEVICE = 1 << 24  # the same where launches count more than memory
 
 
 @dataclass(frozen=True)
@@ -140,24 +141,31 @@ def _points(values: Tensor) -> Tensor:
     return found.clamp_(max=_HIGHEST)
 
 
-def top_of_variance(values: Tensor) -> int:
-    """Return the point of the largest of some variances, [n] float32; ``NO_TOP`` if all are 0, or there is none."""
-    runs = torch.split(values, _RUN)
-    return max((int(_points(run).max()) for run in runs if run.numel()), default=NO_TOP)
+def highest_points(parts: Sequence[Tensor]) -> Tensor:
+    """Return the point of the largest variance of each part, [n > 0] float32: [parts] int32, ``NO_TOP`` for zeros."""
+    return _points(torch.stack([part.max() for part in parts])).clamp_(min=NO_TOP)
+
+
+def tops_of_variances(parts: Sequence[Tensor]) -> list[int]:
+    """Return what :func:`highest_points` does, in one fetch, and ``NO_TOP`` for parts without elements."""
+    filled = [part for part in parts if part.numel()]
+    points = iter(highest_points(filled).tolist() if filled else ())
+    return [next(points) if part.numel() else NO_TOP for part in parts]
 
 
 def encode_variance_(values: Tensor, codes: Tensor, top: int | None = None) -> int:
     """Encode the variances of one tensor, [n] float32, as [n] uint8. Returns the point of the largest; 0 if all are 0.
 
     ``codes`` may lie in the first quarter of the memory of ``values``, or before it. ``top`` is what
-    :func:`top_of_variance` returns for the whole tensor, if ``values`` are a part of it.
+    :func:`tops_of_variances` returns for the whole tensor, if it is known; else the host waits for it.
     """
-    runs = torch.split(values, _RUN)
-    top = top_of_variance(values) if top is None else top
+    size = _RUN if values.is_cpu else _RUN_ON_DEVICE
+    runs = torch.split(values, size)
+    top = tops_of_variances([values])[0] if top is None else top
     if top < _LOWEST:
         codes.fill_(ZERO_CODE)
         return 0
-    for start, run in zip(range(0, values.numel(), _RUN), runs, strict=False):
+    for start, run in zip(range(0, values.numel(), size), runs, strict=False):
         points = _points(run)
         code = (top - points).clamp_(max=LAST_CODE).masked_fill_(points < _LOWEST, ZERO_CODE)
         codes[start : start + run.numel()] = code.to(torch.uint8)

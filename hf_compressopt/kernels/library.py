@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -100,12 +100,20 @@ def why_not(device: torch.device) -> str:
         except RuntimeError as error:
             code, found = 1, str(error)
         else:
-            code = library.co_check_device(key[1])
+            with _current(key):
+                code = library.co_check_device(key[1])
             found = library.co_last_error().decode() if code else ""
         if code == _DEVICE_ERROR:
             return found
         _found[key] = found
     return _found[key]
+
+
+def _current(place: tuple[str, int]) -> AbstractContextManager[object]:
+    """Make a GPU that torch knows the current one: torch returns to the one before without leaving a context on it."""
+    kind, index = place
+    known = kind == "cuda" and torch.cuda.is_available() and index < torch.cuda.device_count()
+    return torch.cuda.device(index) if known else nullcontext()
 
 
 def what_was_built() -> str:

@@ -296,7 +296,7 @@ class IntegerFormat(Layout):
         blocks = self.blocks(u.numel())
         rows = pad(u, (0, blocks * INTEGER_BLOCK - u.numel())).view(blocks, INTEGER_BLOCK)
         pattern = rows.view(torch.int32).bitwise_and(_SIZE_BITS).amax(dim=1)
-        exact = pattern.view(torch.float32) / u.new_tensor(_MOST_STEPS[self.bits])
+        exact = pattern.view(torch.float32) / u.new_full((), _MOST_STEPS[self.bits])
         scales = (exact.view(torch.int32) + 0x8000).bitwise_and_(~0xFFFF).view(torch.float32)
         huge = pattern > _HUGE_PATTERN
         empty = huge | (scales < _TINY_SCALE)

@@ -367,7 +367,7 @@ def local_step_(update: LocalUpdate) -> None:
 def sync_parameters_(sync: ParameterSync) -> None:
     """Take a sync: m <- y / lr_sum; anchor <- anchor decay - bounded(y / denominator(v)); p <- anchor; u <- 0."""
     values = values_of(sync.y)
-    lr_sum = sync.exp_avg.new_tensor(sync.lr_sum)  # for a number, CUDA multiplies by its inverse
+    lr_sum = sync.exp_avg.new_full((), sync.lr_sum)  # for a number, CUDA multiplies by its inverse
     torch.div(values, lr_sum, out=sync.exp_avg)
     variance = _variance(sync.exp_avg_sq, sync.params)
     for segment, (m, own, value, v) in _pieces(sync.params, sync.exp_avg, sync.anchor, values, variance):
@@ -394,7 +394,7 @@ def lamb_moments_(moments: LambMoments) -> None:
     flats = values_of(moments.y), moments.exp_avg, moments.exp_avg_sq_fresh, variance
     for segment, (value, m, fresh, v) in _pieces(moments.params, *flats):
         new = torch.zeros_like(value) if segment.still else value / moments.factors[segment.index]
-        gradient = (new - m * options.beta1).div_(m.new_tensor(1 - options.beta1))
+        gradient = (new - m * options.beta1).div_(m.new_full((), 1 - options.beta1))
         fresh.mul_(options.beta2).add_(gradient.square_().mul_(1 - options.beta2))
         m.copy_(new)
         frozen = _denominator(v, options)

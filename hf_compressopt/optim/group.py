@@ -20,7 +20,7 @@ from hf_compressopt.collectives.feedback import ErrorFeedback
 from hf_compressopt.flat import Bucket, FlatLayout, Span
 from hf_compressopt.kernels import Average, Descent, LogVariance, Segment, SignFormat, Variance, on
 from hf_compressopt.kernels.adam import AdamPlan, AdamTensors
-from hf_compressopt.kernels.compact import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, top_of_variance
+from hf_compressopt.kernels.compact import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, tops_of_variances
 from hf_compressopt.kernels.memory import dense_values, numbers_on, reads_at_once
 from hf_compressopt.kernels.messages import travels_beside_signs, travels_in_full
 from hf_compressopt.optim.math import adam_step_, correct_bias_, floor_variance_, sum_of
@@ -164,16 +164,21 @@ class Moments:
         if self.codes.numel() or not self._layout.numel:
             return
         codes = self.exp_avg_sq.view(torch.uint8)[: self._layout.numel]
-        tops = [0] * len(self._layout.numels)
+        parts = [self._part(self.exp_avg_sq, index) for index in range(len(self._layout.numels))]
+        tops = tops_of_variances(parts)
         for index in self._layout.in_order:  # codes take the place of what is encoded already
-            tops[index] = encode_variance_(self._part(self.exp_avg_sq, index), self._part(codes, index))
-        self.tops.copy_(torch.tensor(tops, dtype=torch.int32, device="cpu"))
+            encode_variance_(parts[index], self._part(codes, index), tops[index])
+        self._take_tops(tops)
         self.codes, self.exp_avg_sq, self.adam = codes, self.exp_avg_sq[:0], None
 
     def make_codes(self, tops: Sequence[int]) -> None:
-        """Allocate the codes of a variance, to be filled. ``tops``: each parameter's ``top_of_variance``."""
+        """Allocate the codes of a variance, to be filled. ``tops``: each parameter's, as ``tops_of_variances``."""
         self.codes = torch.empty(self._layout.numel, dtype=torch.uint8, device=self.codes.device)
-        self.tops.copy_(torch.tensor([top if top > NO_TOP else 0 for top in tops], dtype=torch.int32, device="cpu"))
+        self._take_tops(tops)
+
+    def _take_tops(self, tops: Sequence[int]) -> None:
+        points = [top if top > NO_TOP else 0 for top in tops]
+        self.tops.copy_(numbers_on(self.tops.device, points, torch.int32))
 
     def variance(self, start: int, stop: int) -> Variance:
         """Return the variances of the elements [start, stop), as kernels take them."""
@@ -292,7 +297,8 @@ class Moments:
         if self.codes.numel():
             varies = [code != ZERO_CODE for code in rows]
         elif compact:
-            varies = [top_of_variance(torch.tensor([row], dtype=torch.float32, device="cpu")) > NO_TOP for row in rows]
+            values = torch.tensor(rows, dtype=torch.float32, device="cpu")
+            varies = [top > NO_TOP for top in tops_of_variances(values.split(1))]
         else:
             varies = [row != 0 for row in rows]
         found = iter(varies)
@@ -383,6 +389,7 @@ class GroupState:
         self.still = [False] * len(self.params)  # which do not move after the warmup stage; see find_still()
         self.extras = tuple(extra for extra in optimizer.extra_state if compressed or extra.always)
         self.own_params: list[Tensor] | None = None  # this rank's, while others stand in their place
+        self._mask: tuple[Tensor, tuple[int, torch.device], Tensor] | None = None  # see _mask_here()
         self.extra, self.group_extra = dict[str, Tensor](), dict[str, Tensor]()
         for extra in self.extras:
             if extra.per == "group":
@@ -528,10 +535,20 @@ class GroupState:
             return average
         values = torch.empty(bucket.numel, dtype=torch.float32, device=self.device)
         kernels.on(values).decompress_(average, values)
+        here = self._mask_here(mask)
         for piece in bucket.pieces:
-            whole = mask.to(values).expand(self.params[piece.index].shape).reshape(-1)
+            whole = here.expand(self.params[piece.index].shape).reshape(-1)
             values[piece.offset - bucket.start :][: piece.numel].mul_(whole[piece.start : piece.stop])
         return Average.of(values)
+
+    def _mask_here(self, mask: Tensor) -> Tensor:
+        """Return a mask on the device of the state: of one in host memory a copy, which the host waits for, is kept."""
+        if mask.device == self.device:
+            return mask.to(torch.float32)
+        made_of = 0 if mask.is_inference() else mask._version, self.device
+        if self._mask is None or self._mask[0] is not mask or self._mask[1] != made_of:
+            self._mask = mask, made_of, mask.to(self.device, torch.float32)
+        return self._mask[2]
 
     def gradient_segments(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Segment]:
         """Return the parts of gradients (one or None per parameter) that lie in a bucket, for the kernels."""

@@ -58,7 +58,7 @@ from hf_compressopt.collectives.feedback import keep_, scale_
 from hf_compressopt.flat import Bucket, chunk_numel
 from hf_compressopt.kernels import SKETCH_NUMEL, Average, Combination, Errors, IntegerFormat, Segment, sum_of_squares
 from hf_compressopt.kernels.adam import AdamTensors
-from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, like_errors, tensor_of, top_of_variance
+from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, highest_points, like_errors, tensor_of
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.agreement import Grads, MeanNorm, StepGradients, find_fault
 from hf_compressopt.optim.group import GroupState, MomentShards, ParamGroups, part_of
@@ -251,10 +251,11 @@ def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], 
 
 def _tops(state: GroupState) -> list[int]:
     """Return the point of the largest variance of each parameter on any rank. All ranks call."""
-    found = [float(NO_TOP)] * len(state.params)
-    for span, _, exp_avg_sq in _shards_of(state).parts():
-        found[span.index] = max(found[span.index], top_of_variance(exp_avg_sq))
-    tops = torch.tensor(found, dtype=torch.float64, device=state.device)
+    tops = torch.full((len(state.params),), NO_TOP, dtype=torch.float64, device=state.device)
+    if parts := list(_shards_of(state).parts()):
+        places = numbers_on(state.device, [span.index for span, _, _ in parts], torch.int64)
+        points = highest_points([exp_avg_sq for _, _, exp_avg_sq in parts])
+        tops.scatter_reduce_(0, places, points.double(), "amax")
     state.communicator.all_reduce(tops, op="max").wait()
     return [int(top) for top in tops.tolist()]
 

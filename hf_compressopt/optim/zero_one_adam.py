@@ -32,6 +32,7 @@ from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination, LocalUpdate, ParameterSync
+from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.agreement import Grads, digest_of
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import ExtraState, GroupState
@@ -503,7 +504,8 @@ def _corrections(state: GroupState, counted: bool) -> Tensor:
     updates = state.extra["variance_steps"].double()
     first, second = torch.ones_like(updates), torch.ones_like(updates)
     if state.options["bias_correction"]:
-        first = 1 - beta1 ** (state.steps.to(updates) + (not counted))
+        steps = numbers_on(state.device, state.steps.tolist(), torch.float64)  # which lie in host memory
+        first = 1 - beta1 ** (steps + (not counted))
         second = 1 - beta2 ** updates.clamp(min=1)
     first = torch.where(updates > 0, first, torch.inf)  # without a variance it does not move
     return torch.stack([first, second], dim=1).float()

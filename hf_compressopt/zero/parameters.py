@@ -17,6 +17,7 @@ from hf_compressopt.collectives.exchange import Pipeline, in_runs
 from hf_compressopt.collectives.topology import with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_communicator
 from hf_compressopt.flat import FLOAT_BYTES
+from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.math import bit_sum, trust_ratio
 from hf_compressopt.optim.options import plain_group, plain_value
@@ -285,10 +286,10 @@ class PartitionedParameters:
             for number, square in bucket.measure():
                 squares[number] += square.to(squares.device)
         for communicator in self.communicators():
-            rows = self.reducer.numbers_of(communicator)
-            mine = squares[rows]
+            rows = numbers_on(squares.device, self.reducer.numbers_of(communicator), torch.int64)
+            mine = squares.index_select(0, rows)
             communicator.all_reduce(mine).wait()
-            squares[rows] = mine
+            squares.index_copy_(0, rows, mine)
         low, high = self.inner_options.get("min_coeff", 0.01), self.inner_options.get("max_coeff", 10.0)
         return {number: trust_ratio(row[0], row[1], low, high) for number, row in enumerate(squares)}
 

@@ -8,7 +8,8 @@ import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_compressopt import FSDPCompression, compress_fsdp, load_state, save_state
+from hf_compressopt.fsdp.compression import UnitErrors
 from tests.oracles.simulation_integers import Simulation
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.logs import log_lines
@@ -419,3 +421,31 @@ def test_a_checkpoint_loads_on_any_mesh(state: str, shards: int, tmp_path: Path)
                 part = ~np.isnan(mine)
                 assert not np.isnan(whole).any() and (part.any() or whole.size < 100)
                 np.testing.assert_allclose(mine[part], whole[part], atol=rounding, err_msg=name)
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says that it lies on a GPU, and notes what is done with it."""
+
+    done: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "__get__":
+            return torch.device("cuda")
+        cls.done.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def record_stream(self, stream: object) -> None:
+        self.done.append("record_stream")
+
+
+def test_gradients_of_a_later_pass_keep_their_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 drops the buffer of a unit right after the hook, and the next unit's reduce-scatter may get its memory."""
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: None)
+    compression, errors = FSDPCompression.__new__(FSDPCompression), UnitErrors.__new__(UnitErrors)
+    compression.communicator = SimpleNamespace(world_size=2)
+    errors.unit, errors.waiting = SimpleNamespace(numel=3, more_to_come=True), None
+    grads = torch.ones(3).as_subclass(OnGPU)
+    OnGPU.done.clear()
+    compression._average(errors, grads)
+    assert OnGPU.done == ["numel", "record_stream", "clone", "zero_"]

@@ -127,6 +127,8 @@ def test_a_driver_that_is_too_old_is_refused_in_words_and_only_then(emulator: Em
     assert "the NVIDIA driver is too old: it supports CUDA 12.8" in status(emulator)
     emulator.set(driver=12020, runtime=12090)  # a driver of the same major version runs the code of any minor one
     assert status(emulator) == ""
+    emulator.set(driver=12000)  # but no kernels with so many parameters
+    assert "supports CUDA 12.0, this library is built with CUDA 12.9 and needs driver 530" in status(emulator)
     emulator.set(driver=0)
     assert "there is no NVIDIA driver on this machine" in status(emulator)
     emulator.set(driver=13000, runtime=13000)

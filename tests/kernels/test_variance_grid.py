@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels.compact import ZERO_CODE, decode_variance, encode_variance_
+from hf_compressopt.kernels.compact import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, tops_of_variances
 
 
 def encoded(values: Tensor) -> tuple[Tensor, int]:
@@ -37,6 +37,12 @@ def test_zeros_and_tiny_values_are_zero() -> None:
     codes, top = encoded(torch.tensor([0.0, 1.0, 2.0**-127, 2.0**-126]))
     assert codes.tolist() == [ZERO_CODE, 0, ZERO_CODE, 254] and top == 0
     assert encoded(torch.zeros(3))[1] == 0 and decode_variance(*encoded(torch.zeros(3))).tolist() == [0, 0, 0]
+
+
+def test_tops_of_several_tensors_are_those_of_each() -> None:
+    parts = [variances(20, 1000), torch.zeros(3), torch.zeros(0), torch.tensor([2.0**-127]), variances(1, 77) * 2**9]
+    tops = [encoded(part)[1] if part.numel() and part.max() >= 2**-126 else NO_TOP for part in parts]
+    assert tops_of_variances(parts) == tops and len(set(tops)) == 3
 
 
 def test_codes_may_lie_in_the_memory_of_the_values() -> None:

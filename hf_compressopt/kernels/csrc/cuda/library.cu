@@ -8,7 +8,6 @@ namespace compressopt {
 namespace {
 
 constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};  // 750, 800, ...
-constexpr const char* kOldestDriver = CUDART_VERSION >= 13000 ? "580" : "525";
 
 thread_local char last_error[512] = "";
 
@@ -31,15 +30,17 @@ co_status check_driver() {
     int driver = 0, runtime = 0;
     cudaDriverGetVersion(&driver);
     cudaRuntimeGetVersion(&runtime);
+    // a driver runs the code of any minor version, but kernels with more than 4 KiB of parameters from CUDA 12.1 on
+    const bool twelve = runtime < 13000;
+    const char* const needed = twelve ? "530" : "580";
     if (driver == 0) {
-        return fail(CO_NO_DEVICE, "there is no NVIDIA driver on this machine (this library needs %s or newer)",
-                    kOldestDriver);
+        return fail(CO_NO_DEVICE, "there is no NVIDIA driver on this machine (this library needs %s or newer)", needed);
     }
-    if (driver / 1000 < runtime / 1000) {
+    if (driver / 1000 < runtime / 1000 || (twelve && driver < 12010)) {
         return fail(CO_NO_DEVICE,
                     "the NVIDIA driver is too old: it supports CUDA %d.%d, this library is built with CUDA %d.%d and "
                     "needs driver %s or newer",
-                    driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10, kOldestDriver);
+                    driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10, needed);
     }
     return CO_OK;
 }
