@@ -110,7 +110,7 @@ class PartitionedParameters:
             communicator = self.known[members[0]].communicator
             compressed = compressed and communicator.world_size > 1
             sizes = [(number, self.tensors[number].numel()) for number in members]
-            cuts = partition(sizes, config.reduce_numel, communicator.world_size)
+            cuts = partition(sizes, config.reduce_numel, communicator.world_size, communicator.name)
             if not compressed:  # those have blocks of their own
                 cuts = list(map(join, in_runs(cuts, lambda cut: cut.numel, communicator)))
             forms = (config.grad_form, config.param_form) if compressed else (None, None)

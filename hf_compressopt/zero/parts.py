@@ -26,8 +26,10 @@ from hf_compressopt.zero.config import ZeroConfig
 ALIGN = 64
 #: Slices of a bucket, under way at the same time: one big gloo all-to-all leaves half of the link unused.
 SLICES_PER_BUCKET = 8
-#: Elements below which a slice is not made shorter for that reason.
+#: Elements below which a slice is not made shorter for that reason: with gloo; and where a message costs launches, and
+#: the link is full with one of them, so that a bucket of 32 MiB is one.
 SHORTEST_SLICE = 1 << 16
+SHORTEST_SLICE_BESIDE_GLOO = 1 << 23
 #: Keys of a param group that are not the wrapped optimizer's.
 OWN_KEYS = ("params", "param_names", "process_group", "model_parallel")
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -82,15 +84,18 @@ class TrainedParameter:
     model_parallel: bool  #: Whether each rank of the model-parallel group has other elements of it.
 
 
-def slice_numel(bucket_numel: int, world_size: int) -> int:
+def slice_numel(bucket_numel: int, world_size: int, backend: str = "gloo") -> int:
     """Return the length of the slices of a bucket, in elements: a multiple of ``ALIGN * world_size``."""
-    wanted = max(-(-bucket_numel // SLICES_PER_BUCKET), min(bucket_numel, SHORTEST_SLICE))
+    shortest = SHORTEST_SLICE if backend == "gloo" else SHORTEST_SLICE_BESIDE_GLOO
+    wanted = max(-(-bucket_numel // SLICES_PER_BUCKET), min(bucket_numel, shortest))
     return _round_up(wanted, ALIGN * world_size)
 
 
-def partition(numels: Sequence[tuple[int, int]], bucket_numel: int, world_size: int) -> list[Slice]:
+def partition(
+    numels: Sequence[tuple[int, int]], bucket_numel: int, world_size: int, backend: str = "gloo"
+) -> list[Slice]:
     """Cut parameters, (number, elements) in sending order, into slices."""
-    length, total = slice_numel(bucket_numel, world_size), sum(_round_up(numel, ALIGN) for _, numel in numels)
+    length, total = slice_numel(bucket_numel, world_size, backend), sum(_round_up(numel, ALIGN) for _, numel in numels)
     sizes = [min(length, _round_up(total - low, ALIGN * world_size)) // world_size for low in range(0, total, length)]
     spans: list[list[list[Span]]] = [[[] for _ in range(world_size)] for _ in sizes]
     position = 0  # of the parameter

@@ -71,6 +71,14 @@ def test_nodes_sum_inside_first_in_any_form(nodes: int, size: int) -> None:
         assert found == [[]] * len(cases)
 
 
+def test_a_bucket_is_one_message_unless_gloo_sends_it() -> None:
+    bucket = 25 * 2**18  # 25 MiB of float32
+    sizes = [(0, 3 * bucket), (1, 2 * bucket)]
+    assert [len(partition(sizes, bucket, 8, backend)) for backend in ("gloo", "nccl", "mpi")] == [40, 5, 5]
+    large = partition(sizes, 5 * bucket, 8, "nccl")  # other buckets of a pass are under way meanwhile
+    assert max(cut.numel for cut in large) <= 2**23
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_every_element_has_one_owner_and_every_cut_is_aligned(world_size: int) -> None:
     rng = random.Random(world_size)
