@@ -298,7 +298,7 @@ class Moments:
             varies = [code != ZERO_CODE for code in rows]
         elif compact:
             values = torch.tensor(rows, dtype=torch.float32, device="cpu")
-            varies = [top > NO_TOP for top in tops_of_variances(values.split(1))]
+            varies = [top > NO_TOP for top in tops_of_variances(torch.split(values, 1))]
         else:
             varies = [row != 0 for row in rows]
         found = iter(varies)
