@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import random
 import sys
 import sysconfig
@@ -44,6 +45,8 @@ FINE_TUNING_RATES = {", fine-tuning, 300 steps": 5e-4, ", fine-tuning at the bes
 #: Labelled texts, with the folders of real_models.py that they need.
 CLASSIFIED = {"topics": (), "snippets": ("minilm", "snippets"), "digits": ("digits",)}
 NEEDS = CLASSIFIED | {"library, SmolLM2": ("smollm2",)}
+#: Shakespeare's works as nanoGPT trains on them, of the package's own data folder; nothing of it is in this repository.
+SHAKESPEARE = Path(os.environ.get("SHAKESPEARE", REPOSITORY.parent / "shared" / "data" / "tinyshakespeare.txt"))
 
 Examples = dict[str, Tensor]  # input_ids, labels: [examples, tokens]; of images pixel_values, labels: [examples]
 
@@ -65,10 +68,24 @@ class Model:
     batch: int = GLOBAL_BATCH
     examples: int = 6000  # at most
     dropout: float = 0.1  # of a SmallDecoder
+    weight_decay: float = WEIGHT_DECAY
+    betas: tuple[float, float] = (0.9, 0.999)
+    cosine: tuple[int, float] | None = None  # steps of warmup and the share of the peak rate at the end; else linear
 
 
 SMALL = Model(False, 1024, 64)
 LARGER = Model(True, 2048, 64, 1e-3, width=256, layers=4)  # 3.7M parameters
+#: nanoGPT's recipe for a CPU, but for its random order with repetitions: train_shakespeare_char, 4 layers of 128.
+NANOGPT = Model(
+    *(False, 65, 65, 1e-3, 1e-2),  # 64 tokens, each of which predicts the next
+    width=128,
+    layers=4,
+    batch=12,
+    dropout=0.0,
+    weight_decay=0.1,
+    betas=(0.9, 0.99),
+    cosine=(100, 0.1),
+)
 GPT2_10M = Model(True, 8192, 128, 1e-3, width=320, layers=6, heads=5, examples=16000)
 TINY_BERT, MINILM = Model(False, 1024, 128, 1e-3, batch=32), Model(False, 30522, 64, 2e-4, batch=16)
 SMOLLM2 = Model(False, 49152, 128, 1e-4, batch=4)
@@ -115,6 +132,7 @@ TASKS: dict[str, tuple[dict[str, Any], Sequence[float]]] = {
     "MiniLM": ({"model": MINILM, "text": "snippets", "steps": 150}, (2.5e-5, 5e-5, 1e-4, 2e-4)),
     "digits": ({"model": VIT, "text": "digits", "steps": 940}, (1e-4, 2e-4, 5e-4, 1e-3)),
 }
+NANO: dict[str, Any] = {"model": NANOGPT, "text": "Shakespeare", "steps": 2000}
 BOTH_INT4 = {"stage": 2, "grad_compression": "int4", "param_compression": "int4"}
 
 
@@ -150,8 +168,9 @@ def sharded(title: str, replicas: int) -> list[Run]:
     return [Run(title, "AdamW", **kept), Run(f"{title}, int4 gradients", "AdamW", gradients="int4", **kept)]
 
 
-def rival(title: str, name: str, steps: int | None = None, **options: Any) -> Run:
-    return Run(title, "AdamW", rival=name, rival_options=options, steps=steps)
+def rival(title: str, name: str, kept: dict[str, Any] | None = None, **options: Any) -> Run:
+    """A run of AdamW by another method."""
+    return Run(title, "AdamW", rival=name, rival_options=options, **(kept or {}))
 
 
 #: By group; a run that stands in several groups is run once.
@@ -167,6 +186,13 @@ RUNS: dict[str, dict[str, Run]] = {
         Run("OnebitAdam, state=compact", "OnebitAdam", COMPACT),
         Run("OnebitAdam, ZeRO-1", "OnebitAdam", {"zero_stage": 1}),
         Run("ZeRO-2 and AdamW, int4 both ways", "AdamW", zero=BOTH_INT4),
+    ),
+    "nanoGPT": named(
+        *every(", nanoGPT", **NANO),
+        Run("AdamW, int8 gradients, nanoGPT", "AdamW", gradients="int8", **NANO),
+        Run("ZeRO-2 and AdamW, int4 both ways, nanoGPT", "AdamW", zero=BOTH_INT4, **NANO),
+        rival("AdamW, bfloat16 gradients, nanoGPT", "bfloat16", NANO),
+        rival("AdamW, PowerSGD rank 4, nanoGPT", "PowerSGD", NANO, rank=4),
     ),
     "FSDP2": named(*sharded("FSDP2", 1), *sharded("HSDP", 2)),
     "Muon": named(
@@ -198,7 +224,13 @@ RUNS: dict[str, dict[str, Run]] = {
     "learning rates": rates({"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Lamb": (5e-3, 1e-2, 2e-2)}),
     "rivals, rates": named(
         *(
-            rival(f"DiLoCo, 32 steps, outer lr {outer:g}, 300 steps", "DiLoCo", 300, interval=32, outer_lr=outer)
+            rival(
+                f"DiLoCo, 32 steps, outer lr {outer:g}, 300 steps",
+                "DiLoCo",
+                {"steps": 300},
+                interval=32,
+                outer_lr=outer,
+            )
             for outer in (0.1, 0.2, 0.4, 0.7, 1.0)
         )
     ),
@@ -209,6 +241,7 @@ TUNING = tuple(name for name in RUNS if "rates" in name)
 WORLD_SIZES = {
     **dict.fromkeys(("learning rates", "fine-tuning rates", "classification", "SmolLM2"), (2,)),
     **dict.fromkeys((f"{name}, rates" for name in TASKS), (2,)),
+    "nanoGPT": (1, 2, 4),
     **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon"), (4,)),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
@@ -240,7 +273,9 @@ def recipe_of(name: str) -> ModuleType:
 
 
 def missing(run: Run) -> list[str]:
-    """The models and data of real_models.py that a run needs, and that are not there."""
+    """The models and data that a run needs, and that are not there."""
+    if run.text == "Shakespeare" and not SHAKESPEARE.exists():
+        return [f"{SHAKESPEARE} (or give SHAKESPEARE=FILE)"]
     return [name for name in NEEDS.get(run.text, ()) if not (CACHE / name).exists()]
 
 
@@ -273,6 +308,8 @@ def examples_of(name: str, model: Model) -> dict[str, Examples]:
     datasets.disable_progress_bars()
     if name == "digits":
         return _digits()
+    if name == "Shakespeare":
+        return _shakespeare(model.tokens)
     if name in CLASSIFIED:
         _, _, words, rows = classified(name)
         kept: dict[str, Any] = {"truncation": True, "max_length": model.tokens, "padding": "max_length"}
@@ -314,6 +351,16 @@ def _library(files: str = "*.py") -> Any:
     for part in rows.values():
         random.Random(0).shuffle(part)
     return DatasetDict({split: Dataset.from_dict({"text": part}) for split, part in rows.items()})
+
+
+def _shakespeare(tokens: int) -> dict[str, Examples]:
+    """Characters as nanoGPT numbers and divides them: any window of nine tenths; the rest, each character once."""
+    text = SHAKESPEARE.read_text()
+    known = {character: number for number, character in enumerate(sorted(set(text)))}
+    numbers = torch.tensor([known[character] for character in text])
+    first = int(0.9 * len(numbers))
+    parts = {"train": numbers[:first].unfold(0, tokens, 1), "validation": numbers[first:].unfold(0, tokens, tokens - 1)}
+    return {split: {"input_ids": windows, "labels": windows} for split, windows in parts.items()}
 
 
 def _digits() -> dict[str, Examples]:
@@ -359,9 +406,14 @@ class SmallDecoder(nn.Module):
         self.blocks = nn.Sequential(*(Block(size.width, size.heads) for _ in range(size.layers)))
         self.norm = nn.LayerNorm(size.width, bias=False)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.dropout = size.dropout
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
+        if size == NANOGPT:  # as GPT-2: less where residual connections add up
+            for block in self.blocks:
+                for layer in (block.project, block.narrow):
+                    nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * size.layers))
         self.head.weight = self.words.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -418,8 +470,9 @@ def pretrain(file: Path) -> None:
     """Train the model that fine-tuning starts from with AdamW on one rank, and save it."""
     torch.set_num_threads(1)
     model = make_model(PRETRAINING, 0, file)
-    optimizer = torch.optim.AdamW(param_groups(model), lr=PRETRAINING.peak_lr)
-    scheduler = schedule(optimizer, PRETRAINING_STEPS)
+    size = PRETRAINING.model
+    optimizer = torch.optim.AdamW(param_groups(model, size.weight_decay), lr=PRETRAINING.peak_lr)
+    scheduler = schedule(optimizer, PRETRAINING_STEPS, size)
     examples = examples_of(PRETRAINING.text, PRETRAINING.model)["train"]
     for batch in batches(examples, PRETRAINING_STEPS, GLOBAL_BATCH, 0, 0, 1):
         loss_of(model, batch)[0].backward()
@@ -433,18 +486,29 @@ def pretrain(file: Path) -> None:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def param_groups(model: nn.Module) -> list[dict[str, Any]]:
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Param groups as Trainer's: no decay of vectors."""
     return [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
 
 
-def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """Trainer's linear one, with 10 % warmup."""
+def schedule(optimizer: torch.optim.Optimizer, steps: int, model: Model) -> torch.optim.lr_scheduler.LRScheduler:
+    """Trainer's linear one, with 10 % warmup, or the model's own."""
     from transformers import get_linear_schedule_with_warmup
 
+    if model.cosine is not None:
+        warmup, last = model.cosine
+
+        def share(step: int) -> float:
+            """The share of the peak rate, as nanoGPT's get_lr."""
+            if step < warmup:
+                return (step + 1) / (warmup + 1)
+            passed = min(1.0, (step - warmup) / (steps - warmup))
+            return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * passed))
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
     return get_linear_schedule_with_warmup(optimizer, max(1, steps // 10), steps)
 
 
@@ -476,10 +540,10 @@ class Training:
         from hf_compressopt.collectives.torch_dist import TorchCommunicator
 
         mesh = shard(model, run.replicas) if run.replicas else None
-        self.run, self.params, groups = run, list(model.parameters()), param_groups(model)
+        self.run, self.params, groups = run, list(model.parameters()), param_groups(model, run.model.weight_decay)
         self.ours, self.others = ours or TorchCommunicator(), others or TorchCommunicator()
         self.compressed, self.rival, self.low_bit, self.sharded = run.optimizer in PARTNER, None, None, None
-        options: dict[str, Any] = {"lr": run.peak_lr}
+        options: dict[str, Any] = {"lr": run.peak_lr, "betas": run.model.betas}
         if self.compressed or run.zero:
             options["communicator"] = self.ours
         if self.compressed:
@@ -488,7 +552,7 @@ class Training:
         elif run.zero:
             self.optimizer = hf_compressopt.ZeroOptimizer(groups, torch.optim.AdamW, **options, **run.zero)
         elif run.optimizer == "MuonAdamW":
-            self.optimizer = hf_compressopt.MuonAdamW(model, weight_decay=WEIGHT_DECAY, **options)
+            self.optimizer = hf_compressopt.MuonAdamW(model, weight_decay=run.model.weight_decay, **options)
         else:
             self.optimizer = (torch.optim.AdamW if run.optimizer == "AdamW" else hf_compressopt.Lamb)(groups, **options)
         if run.gradients and mesh is not None:
@@ -556,7 +620,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     optimizer, ours, others = training.optimizer, training.ours, training.others
     torch.manual_seed(seed * ours.world_size + ours.rank)  # of dropout
     evaluations = 1 if run.text in NEEDS else EVALUATIONS
-    scheduler, interval = schedule(optimizer, steps), max(5, math.ceil(steps / evaluations))
+    scheduler, interval = schedule(optimizer, steps, run.model), max(5, math.ceil(steps / evaluations))
     loss_sum, loss_steps = torch.zeros(()), 0
     curve = []
     mine = batches(text["train"], steps, run.model.batch, seed, ours.rank, ours.world_size)

@@ -43,7 +43,10 @@ def jobs(arguments: argparse.Namespace) -> list[Key]:
     for group, chosen in RUNS.items():
         runs = [run for run in chosen.values() if group in arguments.only or run.name in arguments.only]
         for run in filter(missing, runs):
-            print(f"SKIPPED {run.name}: python scripts/real_models.py fetches {', '.join(missing(run))}", flush=True)
+            print(
+                f"SKIPPED {run.name}: needs {', '.join(missing(run))}; python scripts/real_models.py fetches models",
+                flush=True,
+            )
         runs = [run for run in runs if not missing(run)]
         places = itertools.product(*places_of(group, arguments), runs)
         found |= {(run.name, world_size, seed, run.steps or arguments.steps): None for seed, world_size, run in places}
