@@ -75,7 +75,7 @@ class Replica:
         self.settings = settings
         self.model = SmallDecoder(settings.run.model).to(settings.device)
         self.training = Training(settings.run, settings.steps, self.model, ours, others)
-        self.scheduler = schedule(self.training.optimizer, settings.steps)
+        self.scheduler = schedule(self.training.optimizer, settings.steps, settings.run.model)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def backward(self, tokens: Tensor) -> Tensor:

@@ -635,7 +635,7 @@ class Consensus:
         # given gradients may be averaged or not: a wrong number of them on one rank must fail on all
         ask = self.asks(plan) and (self.are_local(plan) or given is not None)
         if given is not None:
-            self.early.drop()
+            self.early.discard()
         gradients, measured = self._collect(given, ask=ask), self.measured
         same = gradients.reuse(measured)
         if measured is not None and not max_grad_norm:

@@ -345,6 +345,10 @@ class EarlyMessages:
         """Drop the sent messages, and keep the errors. The next step or backward pass awaits them."""
         self._forget()
 
+    def discard(self) -> None:
+        """Drop the sent messages, because the step under way is given other gradients. All ranks call."""
+        self.drop()
+
     def _forget(self) -> None:
         self._arrived, self._finite, self._made_from = {}, {}, {}
         self.agreed = True

@@ -496,6 +496,10 @@ class FreedGradients(EarlyMessages):
         self._dropped = dropped
         self._sent.sketches = None if sketches is None else {}
 
+    def discard(self) -> None:
+        super().discard()
+        self._begin_anew()
+
     def end_step(self, *, taken: bool) -> None:
         super().end_step(taken=taken)
         self._begin_anew()

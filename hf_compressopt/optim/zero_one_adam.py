@@ -475,6 +475,8 @@ class ZeroOneAdam(CompressedOptimizer):
     def parameters_replaced(self) -> None:
         """Continue from the present parameters, such as those of a model that was loaded. All ranks call; no messages.
 
+        They must be alike on all ranks.
+
         Without this call the next sync averages the parameters, with one message in full precision, if torch has
         counted the writes; those through ``.data`` in the middle of an interval are lost.
         """

@@ -266,7 +266,8 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
     ("world_size", "write", "last", "way"),
     [  # at the switch, after a sync, and before one
         *product([2], WRITES, [2, 8, INSIDE + 1], ["plainly", "averaged", "settled"]),
-        *product([2], WRITES, [2, 8, INSIDE], ["replaced"]),
+        *product([2], WRITES, [2, 8], ["replaced"]),
+        *product([2], ["load", "clamp", "ema"], [INSIDE], ["replaced"]),  # alike on all ranks
         *product([2], ["load"], [INSIDE], ["plainly", "averaged", "settled"]),  # torch counts these writes
         (1, "load", INSIDE, "plainly"),
     ],

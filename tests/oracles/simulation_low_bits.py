@@ -108,7 +108,35 @@ class LowBitOnebitLamb(LowBitOnebitAdam, OnebitLambSimulation):
 
 
 class LowBitZeroOneAdam(LowBits, ZeroOneAdamSimulation):
+    """Integers are sent before gradients are clipped, signs afterwards: between them errors change their unit."""
+
+    coefficient, errors_are_clipped = 1.0, False
+
+    def step(self, grads: Grads) -> bool:
+        t = self.step_count + 1
+        averaged = self.reduces_grads(t)
+        if averaged:
+            self._clip_errors(False)
+        taken = super().step(grads)
+        if taken and averaged and not self.reduces_grads(t + 1) and not self.in_local_stage(t + 1):
+            self.coefficient, self.errors_are_clipped = self.factor, False
+        return taken
+
+    def _clip_factors(self, grads: Grads, t: int) -> list[float]:
+        factors = super()._clip_factors(grads, t)
+        self.factor = factors[0]
+        return factors
+
+    def _clip_errors(self, clipped: bool) -> None:
+        if self.errors_are_clipped == clipped or self.coefficient == 1:
+            return
+        self.errors_are_clipped = clipped
+        for group in self.groups:
+            if not group.non_freeze:
+                scale_errors(group, np.full(group.numel, self.coefficient if clipped else 1 / self.coefficient))
+
     def _one_bit_gradient_step(self, group: ZeroOneGroup, local: list[list[Any]]) -> None:
+        self._clip_errors(True)
         mask = group.mask.copy()
         for at in group.slices if self.world_size > 1 else ():
             if group.v[at].size:
@@ -191,7 +219,12 @@ class CompactOnebitLamb(Compact, LowBitOnebitLamb):
 
 
 class CompactZeroOneAdam(Compact, LowBitZeroOneAdam):
-    pass
+    def _clip_errors(self, clipped: bool) -> None:
+        before = self.errors_are_clipped
+        super()._clip_errors(clipped)
+        if self.errors_are_clipped != before:
+            for group in self.groups:
+                self.store_errors(group)
 
 
 # -- OnebitAdam under ZeRO ---------------------------------------------------------------------------------------------
