@@ -178,31 +178,35 @@ co_status over_tiles(const co_combination& z, const Integers& to, Launch run) {
 // ---- scales ----------------------------------------------------------------------------------------------------------
 
 // found <- whether the scale of some block is not a number. One block of threads: scales are 2 bytes of 128 elements. They
-// are read in vectors, which the message contains, beside them whatever is there.
+// are read in vectors, which the message contains, beside them whatever is there; those of all chunks in one sequence, so
+// that many chunks take no longer than one.
 __global__ void __launch_bounds__(kThreads) find_nan(const Integers __grid_constant__ y, const int64_t chunks,
                                                      uint8_t* __restrict__ found) {
     constexpr int kAhead = 4, kHalves = 8;
+    // vectors of a chunk at most, as the first chunk is the longest; its scales may begin inside a vector
+    const int64_t each = chunks == 0 ? 1 : ceil_div(ceil_div(y.size(0), kIntegerBlock) + kHalves - 1, kHalves);
+    const int64_t all = chunks * each;
     bool nan = false;
-    for (int64_t j = 0; j < chunks; ++j) {
-        const uint8_t* const scales = y.messages + j * y.stride + integers_nbytes(y.size(j), y.bits);
-        const int before = static_cast<int>(reinterpret_cast<uintptr_t>(scales) % 16 / 2);
-        const int64_t stop = before + ceil_div(y.size(j), kIntegerBlock), vectors = ceil_div(stop, kHalves);
-        for (int64_t v = threadIdx.x; v < vectors; v += kAhead * kThreads) {
-            uint4 words[kAhead];
+    for (int64_t t = threadIdx.x; t < all; t += kAhead * kThreads) {
+        uint4 words[kAhead];
+        int64_t first[kAhead], before[kAhead], stop[kAhead];
 #pragma unroll
-            for (int a = 0; a < kAhead; ++a) {
-                const int64_t at = v + a * kThreads < vectors ? v + a * kThreads : v;
-                words[a] = load_four(scales - 2 * before + 16 * at);
-            }
+        for (int a = 0; a < kAhead; ++a) {
+            const int64_t at = t + a * kThreads < all ? t + a * kThreads : t, j = at / each, v = at % each;
+            const uint8_t* const scales = y.messages + j * y.stride + integers_nbytes(y.size(j), y.bits);
+            before[a] = static_cast<int>(reinterpret_cast<uintptr_t>(scales) % 16 / 2);
+            stop[a] = before[a] + ceil_div(y.size(j), kIntegerBlock);
+            first[a] = v * kHalves;
+            words[a] = first[a] < stop[a] ? load_four(scales - 2 * before[a] + 16 * v) : uint4{};
+        }
 #pragma unroll
-            for (int a = 0; a < kAhead; ++a) {
-                const unsigned of[] = {words[a].x, words[a].y, words[a].z, words[a].w};
+        for (int a = 0; a < kAhead; ++a) {
+            const unsigned of[] = {words[a].x, words[a].y, words[a].z, words[a].w};
 #pragma unroll
-                for (int h = 0; h < kHalves; ++h) {
-                    const int64_t place = (v + a * kThreads) * kHalves + h;
-                    const unsigned magnitude = of[h / 2] >> (16 * (h % 2)) & 0x7fffu;
-                    nan |= before <= place && place < stop && magnitude > 0x7f80u;
-                }
+            for (int h = 0; h < kHalves; ++h) {
+                const int64_t place = first[a] + h;
+                const unsigned magnitude = of[h / 2] >> (16 * (h % 2)) & 0x7fffu;
+                nan |= before[a] <= place && place < stop[a] && magnitude > 0x7f80u;
             }
         }
     }
