@@ -189,7 +189,7 @@ class FlatState(State):
         optimizer._follow_parameters()
         states = optimizer._states
         buffers = [GroupBuffers(state, state.moments, state.errors, state.options.get(_MASK)) for state in states]
-        return list(self._described(names, optimizer.last_plan.stage, buffers, optimizer._tensors))
+        return list(self._described(names, optimizer.last_plan.stage, buffers, optimizer.tensors_of_all_groups()))
 
     def _described(
         self, names: Names, stage: Stage, buffers: Sequence[GroupBuffers], tensors: Mapping[str, Tensor]

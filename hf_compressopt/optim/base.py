@@ -216,6 +216,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._states: list[GroupState] = []
         self._descents: dict[int, Descent] = {}  # of the step under way, by param group
         self._tensors: dict[str, Tensor] = {}  # state that belongs to no group, on the CPU, alike on all ranks
+        self._norms: list[tuple[int, Tensor]] = []  # by step; of the history of norms, but still on the device
         self._chosen: dict[str, Any] = {"name": communicator, "cuda_aware": cuda_aware, "traffic": self.traffic}
         params, device = options.in_lists(params)
         flat = make_communicator(process_group=process_group, device=device, **self._chosen)
@@ -602,9 +603,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 message = "freeze_step=%d freezes a variance that has learnt little: it is %s. The loss may suffer; "
                 self._log(logging.WARNING, message + "'auto' waits longer", step, ", and ".join(reasons))
             return plan.ends_stage
-        norm = partial(mean_variance_norm, self._states, self._bias_counts, self.communicator)
-        known = self._tensors[HISTORY], step, schedule.last_warmup_step, float(group["lr"])
-        stability = variance_stability(*known, norm)
+        stability = self._variance_stability(step, float(group["lr"]))
         if step < schedule.min_freeze_step or not warmup_is_over:
             return False
         if stability < threshold and step < schedule.max_freeze_step:
@@ -619,6 +618,41 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._log(logging.INFO, "freeze_step=auto: found %d (%s)", step, why)
         return True
 
+    def _variance_stability(self, step: int, lr: float) -> float:
+        """Return how stable the variance is after a step.
+
+        The first norms are compared many steps later: the host does not wait for them in their own steps.
+        """
+        history = self._tensors[HISTORY]
+        is_first = step < len(history)  # there is no earlier one to compare it with
+
+        def norm() -> float:
+            found = mean_variance_norm(self._states, self._bias_counts, self.communicator)
+            if not is_first:
+                return float(found)
+            self._norms.append((step, found))
+            return 0.0
+
+        if not is_first:
+            self._settle_norms()
+        return variance_stability(history, step, self.schedule.last_warmup_step, lr, norm)
+
+    def _settle_norms(self) -> None:
+        """Write the norms that the host has not waited for into the history."""
+        if self._norms:
+            history, steps = (
+                self._tensors[HISTORY],
+                [step % (len(self._tensors[HISTORY]) - 1) for step, _ in self._norms],
+            )
+            for place, norm in zip(steps, torch.stack([norm for _, norm in self._norms]).tolist(), strict=True):
+                history[place] = norm
+            self._norms = []
+
+    def tensors_of_all_groups(self) -> dict[str, Tensor]:
+        """Return the tensors that belong to no group, by name, as they are saved."""
+        self._settle_norms()
+        return self._tensors
+
     def _log(self, level: int, message: str, *args: object) -> None:
         """Log a line on rank 0."""
         if self.communicator.rank == 0:
@@ -631,6 +665,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             size = min(memory, self.schedule.last_warmup_step) + 1
             before = self._tensors.get(HISTORY)
             if before is None or before.numel() != size:
+                self._settle_norms()
                 history = torch.zeros(size, dtype=torch.float64, device="cpu")
                 if before is not None:
                     carry_history(before, history, self._step)
@@ -744,7 +779,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return False
 
     def _before_load(self) -> None:
-        """Put everything where a checkpoint is read to; this class has it there."""
+        """Put everything where a checkpoint is read to."""
+        self._settle_norms()
 
     def state_in_shards(self) -> AbstractContextManager[None]:
         """Inside, ``state_dict()`` is a small stub and ``load_state_dict()`` does nothing: the state is in shards."""
@@ -774,6 +810,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         Raises a ValueError if it does not fit; nothing has changed then.
         """
         self._follow_parameters()
+        self._settle_norms()
         load_with_hooks(self, state_dict, partial(load_full, self), in_shards=self._in_shards)
 
     def _state_loaded(self) -> None:

@@ -614,8 +614,8 @@ def mean_variance_norm(
     states: Iterable[GroupState],
     counts: Callable[[GroupState], tuple[list[float], list[float]]],
     everyone: Communicator,
-) -> float:
-    """Return the 1-norm of the bias-corrected second moments, averaged over the ranks so that all know it."""
+) -> Tensor:
+    """Return the mean over ranks of the 1-norm of the bias-corrected second moments, [] float64, alike on all ranks."""
     norm = torch.zeros((), dtype=torch.float64, device=everyone.device)
     for state in states:
         count = max(counts(state)[1], default=0.0) if state.compressed else 0.0
@@ -628,4 +628,4 @@ def mean_variance_norm(
             norm += sum_of(part) / correction * state.communicator.world_size
     norm /= everyone.world_size
     everyone.all_reduce(norm).wait()
-    return float(norm)
+    return norm

@@ -249,7 +249,7 @@ def own_state(optimizer: CompressedOptimizer) -> dict[str, Any]:
         "worker_error": [state.errors.worker for state in states],
         "server_error": [state.errors.server for state in states],
         "group_tensors": [dict(state.group_extra) for state in states],
-        "tensors": dict(optimizer._tensors),
+        "tensors": dict(optimizer.tensors_of_all_groups()),
     }
 
 

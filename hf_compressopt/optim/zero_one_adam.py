@@ -36,7 +36,7 @@ from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.agreement import Grads, digest_of
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import ExtraState, GroupState
-from hf_compressopt.optim.math import advance_moments_, bit_sum
+from hf_compressopt.optim.math import advance_all_, bit_sum
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
 
 logger = logging.getLogger(__name__)
@@ -319,9 +319,9 @@ class ZeroOneAdam(CompressedOptimizer):
         if not state.compressed:
             return super()._uncompressed_step(state, grads)
         with_grad = {index: grad for index, grad in enumerate(grads) if grad is not None}
-        for index, grad in with_grad.items():
-            advance_moments_(grad, *state.moments_of(index), state.options)  # (2)
-            state.extra["variance_steps"][index] += 1
+        advance_all_([*with_grad.values()], [state.moments_of(index) for index in with_grad], state.options)  # (2)
+        learnt = [float(index in with_grad) for index in range(len(grads))]
+        state.extra["variance_steps"] += numbers_on(state.device, learnt)
         corrections, how = _corrections(state, counted=True), state.descent()
         for bucket in state.layout.buckets:
             exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.variance(bucket)
@@ -496,6 +496,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _before_load(self) -> None:
         """Put each rank's own parameters back: what is loaded goes into these."""
+        super()._before_load()
         self._interval.put_back()
 
 

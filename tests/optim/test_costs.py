@@ -16,8 +16,7 @@ import hf_compressopt
 from hf_compressopt import GradientCompression, average_gradients
 from hf_compressopt.collectives import gradients
 from hf_compressopt.kernels import native
-from hf_compressopt.optim import late
-from hf_compressopt.optim.math import sum_of
+from hf_compressopt.optim import late, math
 from tests.support.family import optimizer_of
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.launching import REPO_ROOT
@@ -139,6 +138,8 @@ FETCHES: dict[str, tuple[str, dict[str, Any], int]] = {  # the most of a step th
     "ZeroOneAdam, 1-bit gradients": ("ZeroOneAdam", {"var_update_scaler": 1, **WARMUP}, 1),
     "ZeroOneAdam, variance step": ("ZeroOneAdam", {"var_update_scaler": 100, "warmup_bits": 32, **WARMUP}, 1),
     # the points of the largest variances, and which parameters have one
+    "OnebitAdam, auto": ("OnebitAdam", {"freeze_step": "auto"}, 1),
+    "OnebitLamb, auto": ("OnebitLamb", {"freeze_step": "auto"}, 1),
     "OnebitAdam, the switch": ("OnebitAdam", {"freeze_step": 7}, 3),
     "OnebitAdam, zero_stage=2, the switch": ("OnebitAdam", {"freeze_step": 7, "zero_stage": 2}, 4),
     # with the averages of backward
@@ -260,8 +261,35 @@ class Calls(TorchDispatchMode):
 
 def test_the_norm_of_a_large_variance_takes_few_launches_on_a_device() -> None:
     with Calls() as calls:
-        sum_of(torch.empty(350_000_000, device="meta"))
+        math.sum_of(torch.empty(350_000_000, device="meta"))
     assert calls.count < 100
+
+
+def moments_after(steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The moments of some tensors, of which a few are large, after steps with gradients."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(7,), (300, 41), (1,), (5, 3, 2), (1 << 19,)]
+    rows = [(torch.zeros(shape), torch.zeros(shape), torch.zeros(())) for shape in shapes]
+    for _ in range(steps):
+        grads = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        math.advance_all_(grads, rows, {"betas": (0.9, 0.99)})
+    return [value for row in rows for value in row]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moments_of_many_tensors_have_the_bits_of_each(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = moments_after(3, dtype)
+    monkeypatch.setattr(math, "reads_at_once", lambda device: False)
+    monkeypatch.setattr(math, "_CHUNK_ON_DEVICE", 15_000)
+    assert all(map(torch.equal, moments_after(3, dtype), expected))
+
+
+def test_moments_of_many_tensors_take_few_launches_on_a_device() -> None:
+    rows = [(*(torch.empty(100_000, device="meta") for _ in range(2)), torch.zeros(())) for _ in range(400)]
+    grads = [torch.empty(100_000, device="meta") for _ in rows]
+    with Calls() as calls:
+        math.advance_all_(grads, rows, {"betas": (0.9, 0.99)})
+    assert calls.count - len(rows) <= 3 * 3  # but for the counts of steps, on the host
 
 
 # -- kernels: each is one launch (tests/kernels/test_cuda_emulation.py) ------------------------------------------------
