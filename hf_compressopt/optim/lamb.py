@@ -34,10 +34,19 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions, sum_of_squares
+from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.agreement import Grads
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import ExtraState, GroupState, has_own_groups
-from hf_compressopt.optim.math import adam_fraction, advance_moments_, apply_update_, evaluate, trust_ratio
+from hf_compressopt.optim.math import (
+    adam_fraction,
+    advance_all_,
+    advance_moments_,
+    apply_update_,
+    evaluate,
+    runs_of,
+    trust_ratio,
+)
 from hf_compressopt.optim.options import check_at_least, check_last_group
 from hf_compressopt.schedules import Schedule, StepPlan
 
@@ -248,20 +257,27 @@ class OnebitLamb(CompressedOptimizer):
         return list(chain.from_iterable(state.extra["lamb_coeff"].tolist() for state in self._states))
 
     def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
-        for index, grad in enumerate(grads):
-            if grad is None:
-                continue
-            param, moments = state.params[index], state.moments_of(index)
-            advance_moments_(grad, *moments, state.options)
-            update = _lamb_update(param, *moments, state.options)
-            coeff = trust_ratio(_square(param), _square(update), self.min_coeff, self.max_coeff)
-            apply_update_(param, update, coeff * state.options["lr"])
-            state.extra["lamb_coeff"][index] = coeff
-            if state.compressed:
-                moved, average = coeff != 1, state.extra["lamb_coeff_freeze"][index]
-                learnt = self.coeff_beta * average + (1 - self.coeff_beta) * coeff
-                average.copy_(torch.where(moved, learnt, average))  # (1)
-                state.extra["lamb_coeff_updates"][index] += moved
+        indices = [index for index, grad in enumerate(grads) if grad is not None]
+        present = [grad for grad in grads if grad is not None]
+        for run in runs_of(present):
+            rows = [indices[number] for number in run]
+            params, moments = [state.params[index] for index in rows], [state.moments_of(index) for index in rows]
+            advance_all_([present[number] for number in run], moments, state.options)
+            updates = [_lamb_update(param, *row, state.options) for param, row in zip(params, moments, strict=True)]
+            weights, sizes = (torch.stack(list(map(_square, tensors))) for tensors in (params, updates))
+            coeffs = trust_ratio(weights, sizes, self.min_coeff, self.max_coeff)
+            for param, update, rate in zip(params, updates, (coeffs * state.options["lr"]).unbind(), strict=True):
+                apply_update_(param, update, rate)
+            self._note_coefficients(state, numbers_on(state.device, rows, torch.int64), coeffs)
+
+    def _note_coefficients(self, state: GroupState, rows: Tensor, coeffs: Tensor) -> None:
+        """Take up the trust ratios of the parameters at these places, [n] int64, in a step of the warmup stage."""
+        state.extra["lamb_coeff"].index_copy_(0, rows, coeffs)
+        if state.compressed:
+            moved, average = coeffs != 1, state.extra["lamb_coeff_freeze"].index_select(0, rows)
+            learnt = self.coeff_beta * average + (1 - self.coeff_beta) * coeffs
+            state.extra["lamb_coeff_freeze"].index_copy_(0, rows, torch.where(moved, learnt, average))  # (1)
+            state.extra["lamb_coeff_updates"].index_add_(0, rows, moved.float())
 
     def _end_warmup(self, plan: StepPlan) -> None:
         super()._end_warmup(plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_float
 from typing import Any
 
@@ -118,6 +118,19 @@ def advance_moments_(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Te
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
 
+def runs_of(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the numbers of consecutive tensors of which copies may be made at the same time, one at least."""
+    run, total = list[int](), 0
+    for number, tensor in enumerate(tensors):
+        total += tensor.numel()
+        if run and total > (_CHUNK if reads_at_once(tensor.device) else _CHUNK_ON_DEVICE):
+            yield run
+            run, total = [], tensor.numel()
+        run.append(number)
+    if run:
+        yield run
+
+
 def advance_all_(
     grads: Sequence[Tensor], moments: Sequence[tuple[Tensor, Tensor, Tensor]], group: dict[str, Any]
 ) -> None:
@@ -127,16 +140,10 @@ def advance_all_(
             advance_moments_(grad, exp_avg, exp_avg_sq, step, group)
         return
     beta1, beta2 = map(float, group["betas"])
-    rows = list(zip(grads, moments, strict=True))
-    while rows:
-        count, numel = 1, rows[0][0].numel()
-        while count < len(rows) and numel + rows[count][0].numel() <= _CHUNK_ON_DEVICE:
-            numel += rows[count][0].numel()
-            count += 1
-        together, rows = rows[:count], rows[count:]
-        wide = [grad.float() for grad, _ in together]
-        first, second = [row[0] for _, row in together], [row[1] for _, row in together]
-        for _, (_, _, step) in together:
+    for run in runs_of(grads):
+        wide, together = [grads[number].float() for number in run], [moments[number] for number in run]
+        first, second = [row[0] for row in together], [row[1] for row in together]
+        for _, _, step in together:
             step += 1
         torch._foreach_lerp_(first, wide, 1 - beta1)
         torch._foreach_mul_(second, beta2)
@@ -153,7 +160,7 @@ def adam_fraction(exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, group: dict
 
 
 def trust_ratio(weight_square: Tensor, update_square: Tensor, low: float, high: float) -> Tensor:
-    """Return LAMB's factor of one tensor, [] float32: ||p|| / ||update|| within [low, high], 1 if a norm is 0."""
+    """Return LAMB's factors of tensors, float32: ||p|| / ||update|| within [low, high], 1 if a norm is 0."""
     weight_norm, update_norm = weight_square.sqrt().float(), update_square.sqrt().float()
     ratio = (weight_norm / update_norm).clamp(low, high)
     return torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))

@@ -292,6 +292,21 @@ def test_moments_of_many_tensors_take_few_launches_on_a_device() -> None:
     assert calls.count - len(rows) <= 3 * 3  # but for the counts of steps, on the host
 
 
+@on_ranks(1)
+def test_a_warmup_step_of_lamb_takes_few_launches_per_tensor(rank: int, world_size: int) -> None:
+    counts = []
+    for tensors in (4, 24):
+        params = [nn.Parameter(torch.ones(16)) for _ in range(tensors)]
+        for param in params:
+            param.grad = torch.full_like(param, 0.1)
+        optimizer = hf_compressopt.OnebitLamb(params, freeze_step=9, max_grad_norm=0.0)
+        optimizer.step()
+        with mock.patch.object(math, "reads_at_once", lambda device: False), Calls() as calls:
+            optimizer.step()
+        counts.append(calls.count)
+    assert counts[1] - counts[0] <= 18 * (24 - 4)
+
+
 # -- kernels: each is one launch (tests/kernels/test_cuda_emulation.py) ------------------------------------------------
 
 
