@@ -7,8 +7,9 @@ All ranks get the same bits, so that clipping, loss scaling, logging and the opt
     u = g_r + worker_error;  messages <- Q(u);  worker_error <- u - Q(u)                        (1)
     a = mean_r Q(u_r) + server_error;  g <- Q(a);  server_error <- a - Q(a)                     (2)
 
-Errors change only when all buckets of a step are back and finite. If a gradient is not finite on any rank, every rank
-gets gradients that are not finite, and the errors are as before the step.
+Errors change only where a step uses the averages (:mod:`hf_compressopt.collectives.feedback`), if all were finite. If a
+gradient is not finite on any rank, every rank gets gradients that are not finite, and the errors stay as they were.
+Vectors and small tensors are averaged in full precision: larger neighbours in a block would round them to 0.
 """
 
 # No postponed annotations here: DDP compares those of a hook with the types themselves.
@@ -27,8 +28,8 @@ from torch import Tensor
 from hf_compressopt.announce import Announcement
 from hf_compressopt.collectives.backward import take_over
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
-from hf_compressopt.collectives.feedback import ErrorFeedback
-from hf_compressopt.collectives.gradients import GradientRounds, IntegerBucket, as_it_is
+from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members, after_backward
+from hf_compressopt.collectives.gradients import GradientBucket, GradientRounds, as_it_is, begin_pass, low_bit_buckets
 from hf_compressopt.collectives.sender import SendRecord, check_bucket, listed, note_sent
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
@@ -145,7 +146,7 @@ class GradientCompression:
         self._rows, self._record = rows, SendRecord("GradientCompression")
         if communicator is not None or (dist.is_available() and dist.is_initialized()):
             self._connect()
-        self._rounds, self._buckets = GradientRounds(), list[IntegerBucket]()
+        self._rounds, self._buckets = GradientRounds(), list[GradientBucket]()
         self._checked = False
         self._announcement = Announcement()
         take_over(self.params, "GradientCompression")
@@ -160,7 +161,13 @@ class GradientCompression:
             errors = ErrorFeedback(self.layout, communicator, device, compact=self._is_compact, used=True)
             self._connected = communicator, errors
             self._record = self._answer(self._rows)
+            self._watch()
         return self._connected
+
+    def _watch(self) -> None:
+        if self._connected is not None:
+            members = [Members(self._connected[1], self.params)]
+            self._handed_out = HandedOut(lambda: members, watches_steps=True)
 
     @property
     def communicator(self) -> Communicator:
@@ -169,8 +176,10 @@ class GradientCompression:
 
     @property
     def errors(self) -> ErrorFeedback:
-        """What messages have missed so far: this rank's, and those of the averages that it has sent."""
-        return self._connect()[1]
+        """What messages have missed up to the last step, of this rank, and of the averages that it has sent."""
+        errors = self._connect()[1]
+        self._handed_out.settle()
+        return errors
 
     @property
     def worker_error(self) -> Tensor:
@@ -187,11 +196,15 @@ class GradientCompression:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but what the next step makes anew."""
-        return self.__dict__ | {"_rounds": GradientRounds(), "_buckets": [], "_record": None}
+        if self._connected is not None:
+            self._handed_out.settle()
+        new: dict[str, Any] = {"_rounds": GradientRounds(), "_buckets": [], "_record": None, "_handed_out": None}
+        return self.__dict__ | new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Answer for the parameters of the copy."""
         self.__dict__.update(state)
+        self._watch()
         self._record = self._answer(zip(self.names, self.params, strict=True))
 
     def _answer(self, named: Iterable[tuple[str, Tensor]]) -> SendRecord:
@@ -237,7 +250,7 @@ class GradientCompression:
         ranks = str(self.communicator) if self._connected else "between ranks that the first step finds"
         return (
             f"GradientCompression: the gradients of {self.layout.numel:,} parameters travel as int{self.bits} with "
-            f"error feedback, {ranks}"
+            f"error feedback, small tensors in full precision, {ranks}"
         )
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -301,6 +314,7 @@ class GradientCompression:
                     param.grad = torch.zeros_like(param)
                 self._rounds.add(param, param.grad)
             self._rounds.finish(self._finish)
+            self._handed_out.hand_out()
         note_sent(self.params)
 
     def add_bucket(self, bucket: "dist.GradBucket") -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
@@ -310,7 +324,10 @@ class GradientCompression:
             return as_it_is(bucket.buffer())
         if bucket.is_last():
             note_sent(self.params)
-        return self._rounds.add_ddp_bucket(bucket, self._start, self._finish, self._refuse)
+        future = self._rounds.add_ddp_bucket(bucket, self._start, self._finish, self._refuse)
+        if bucket.is_last():
+            after_backward(self._hand_out)
+        return future
 
     def _refuse(self, params: Sequence[Tensor]) -> None:
         """Refuse parameters of a DistributedDataParallel model that have no errors here; alike on all ranks."""
@@ -331,22 +348,34 @@ class GradientCompression:
                 "the first backward"
             )
 
+    def step_taken(self) -> None:
+        """Note that the parameters were updated by the averaged gradients.
+
+        A step of a ``torch.optim.Optimizer`` is noted by itself. Call this after updates of another kind, which would
+        otherwise count as dropped gradients, so that what messages miss is never sent.
+        """
+        if self._connected is not None:
+            self._handed_out.use(checked=False)
+
+    def _hand_out(self) -> None:
+        self._handed_out.hand_out(self._rounds.first, self._rounds.before)
+
     def _start(self) -> None:
         """Start the round of a step. All ranks call."""
         self._check_ranks()
         self._announcement.begin(self)
-        scale, old = scale_of(self._loss_scale), self.errors.feedback
         if not self._buckets:
-            rows = zip(self.layout.buckets, old, strict=True)
-            self._buckets = [IntegerBucket(b, self.params, self.communicator, 0, e, self.bits) for b, e in rows]
-        for bucket, *errors in zip(self._buckets, old, self.errors.pending.feedback, strict=True):
-            (bucket.feedback, bucket.new), bucket.loss_scale = errors, scale
+            of = self.errors, self.layout, self.params, self.communicator, 0, self.bits
+            dtype = torch.float32 if self.communicator.name == "mpi" else None  # it sums no 16-bit numbers
+            position = {param: number for number, param in enumerate(self.params)}
+            last = [(max(map(position.__getitem__, b.members())), b) for b in low_bit_buckets(*of, dtype=dtype)]
+            self._buckets = [bucket for _, bucket in sorted(last, key=lambda row: row[0])]
+        begin_pass(self._buckets, self._handed_out, scale_of(self._loss_scale))
         self._rounds.begin(self._buckets)
 
     def _finish(self, not_finite: Collection[int]) -> None:
         if not_finite:
             self._warn_not_finite()
-        self.errors.end_step(bool(not_finite))
         self.steps_not_finite += bool(not_finite)
         self.steps += 1
         self.traffic.end_step()
@@ -354,8 +383,9 @@ class GradientCompression:
 
     def _warn_not_finite(self) -> None:
         """Say whose gradients were not finite, by what their messages have missed. All ranks call."""
-        missed = self.errors.pending.worker_values()
-        everyone = self.communicator.all_gather_object(not bool(missed.isfinite().all()))
+        new = self.errors.pending
+        missed = new is not None and not bool(new.worker_values().isfinite().all())
+        everyone = self.communicator.all_gather_object(missed)
         if self.communicator.rank == 0:
             ranks = [rank for rank, found in enumerate(everyone) if found]
             logger.warning(

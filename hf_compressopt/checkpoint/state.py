@@ -190,6 +190,7 @@ class LowBitState(State):
 
         def commit() -> None:
             for errors, room in zip(self._errors, rooms, strict=True):
+                errors.drop()
                 if Kind.WORKER not in saved:
                     errors.zero_()
                     continue

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.collectives.apart import may_be_apart, warn_of_reads
 from hf_compressopt.collectives.communicator import Traffic
+from hf_compressopt.collectives.feedback import after_backward
 from hf_compressopt.collectives.gradients import GradientBucket, GradientRounds, as_it_is, plain_buckets
 from hf_compressopt.collectives.sender import SendRecord, check_bucket, note_sent
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
@@ -41,7 +42,7 @@ class GradientSync:
         self._record: SendRecord | None = None
         self._groups = 0  # param groups that the record knows
         self._others: tuple[list[Tensor], list[GradientBucket]] = ([], [])
-        self._sends = self._reduces = self._early = False  # in the pass under way
+        self._sends = self._reduces = self._early = self._low = False  # in the pass under way
         self._compared = True  # the ranks have compared the optimizers that they bound last
         self.reads_are_watched = False  # the model warns where it is read while ranks are apart
 
@@ -75,8 +76,8 @@ class GradientSync:
             note_sent(self.params)  # every bucket of DDP's came by, with all of its parameters
         if self._sends:
             future = self._rounds.add_ddp_bucket(bucket, self._start)
-            if bucket.is_last() and self._early:
-                _after_backward(self._note_gradients)
+            if bucket.is_last() and (self._early or self._low):
+                after_backward(self._note_gradients)
             return future
         buffer = bucket.buffer()
         if not self._reduces:
@@ -94,7 +95,7 @@ class GradientSync:
             self._answer()
         plans = [optimizer.plan for optimizer in self.optimizers]
         reduced = [optimizer for optimizer, plan in zip(self.optimizers, plans, strict=True) if plan.reduce_grads]
-        low = any(optimizer.warmup_gradients.bits < 32 for optimizer in reduced)
+        self._low = low = any(optimizer.warmup_gradients.bits < 32 for optimizer in reduced)
         rows = zip(self.optimizers, plans, strict=True)
         self._early = any(optimizer.early_messages.due(plan, optimizer.last_plan) for optimizer, plan in rows)
         self._reduces = not plans or bool(reduced)
@@ -104,6 +105,7 @@ class GradientSync:
     def _note_gradients(self) -> None:
         for optimizer in self.optimizers:
             optimizer.early_messages.note_gradients()
+            optimizer.warmup_gradients.hand_out(self._rounds.first, self._rounds.before)
 
     def _start(self) -> None:
         """Start the round of a backward pass, in the order of last gradients if backward goes from last to first."""
@@ -123,12 +125,6 @@ class GradientSync:
         position = {param: number for number, param in enumerate(self.params)}
         buckets.sort(key=lambda bucket: min(position[param] for param in bucket.members()), reverse=True)
         self._rounds.begin(buckets, self.communicator)
-
-
-def _after_backward(act: Callable[[], None]) -> None:
-    """Call a function, which starts no collective, after DDP's own callback at the end of this backward pass."""
-    engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(act))
 
 
 def ddp_hook(

@@ -1,21 +1,38 @@
-"""The errors of error feedback of a flat layout, such as a param group's, as float32 values or in 8 bits."""
+"""The errors of error feedback, and when they change: where a step uses what was averaged, and at no other time.
+
+A pass adds the old errors to what it sends, and writes new ones beside them (:meth:`StagedErrors.begin`). They take the
+place of the old ones where a step uses the averages (:meth:`StagedErrors.commit`). If gradients are dropped instead, as
+by ``zero_grad()`` or a skipped batch, the old errors stay, and so do those of parameters without a gradient on any
+rank: nobody has taken the part of the errors that was sent.
+
+Several passes may make the gradients of one step, each of which averages what ``p.grad`` has by then. Such a pass goes
+on from the new errors of the pass before. :class:`HandedOut` knows from ``p.grad`` which of the two it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakMethod, WeakSet, finalize, ref
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import BucketErrors
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Average, Combination, CompactErrors, Errors
-from hf_compressopt.kernels.compact import ERROR_FORMAT
+from hf_compressopt.kernels.compact import ERROR_FORMAT, tensor_of
+from hf_compressopt.kernels.memory import reads_at_once
+
+logger = logging.getLogger(__name__)
 
 
 def values_of(error: Errors) -> Tensor:
@@ -43,18 +60,123 @@ def scale_(errors: Iterable[Errors], factor: float) -> None:
         keep_(error, values_of(error) * factor)
 
 
-class ErrorFeedback:
+Place = tuple[int, int, int]  # first and last element of a run of errors, and the number of its parameter
+_Staged = TypeVar("_Staged", bound="StagedErrors")
+
+
+class StagedErrors(ABC):
+    """Errors that a pass reads and a step changes: :meth:`begin` and :meth:`commit`.
+
+    Parameters have numbers; lists of bool say something of each of them.
+    """
+
+    _new: Any = None  # memory for new errors, of the same class
+    _are_pending = False  # a pass has written new errors that no step has used yet
+    _fault: bool | Tensor = False  # what they were made of is not finite
+
+    @abstractmethod
+    def like(self: _Staged) -> _Staged:
+        """Return memory for errors of the same form."""
+
+    @abstractmethod
+    def swap_(self: _Staged, other: _Staged) -> None: ...
+
+    def _copy_unsent_(self: _Staged, new: _Staged) -> None:  # noqa: B027
+        """Copy the errors that a pass does not write; by default there are none."""
+
+    @abstractmethod
+    def buffers(self) -> list[Tensor]:
+        """Return the memory of all errors."""
+
+    @abstractmethod
+    def places(self) -> Iterator[tuple[Errors, list[Place]]]:
+        """Yield the errors of each message, and where those of each parameter lie in them."""
+
+    def begin(self: _Staged, kept: Sequence[bool] = ()) -> tuple[_Staged, _Staged]:
+        """Begin a pass, and return the errors that it adds, and those that it writes; they may be the same.
+
+        ``kept``: the parameters whose gradients of earlier passes, which no step has used, are in this pass's.
+        """
+        if self._new is None:
+            self._new, self._are_pending = self.like(), False
+        goes_on, self._are_pending = self._are_pending and any(kept), True
+        if not goes_on:
+            self._fault = False
+            self._copy_unsent_(self._new)
+            return self, self._new
+        self._new.take_(self, [not each for each in kept])
+        return self._new, self._new
+
+    def spoil(self, fault: bool | Tensor) -> None:
+        """Note whether what a pass has sent was not finite, bool or [] bool: its errors count for nothing then."""
+        if isinstance(fault, Tensor) and reads_at_once(fault.device):
+            fault = bool(fault)
+        if self._fault is False:
+            self._fault = fault
+        elif fault is not False and fault is not self._fault:
+            self._fault = fault | self._fault
+
+    def commit(self, taken: Sequence[bool] | None = None, *, closes: bool = True) -> None:
+        """Take over the new errors of the parameters whose gradients a step has ``taken``; None is all of them.
+
+        Those of the others are dropped, or stay pending if the commit does not close. No GPU is waited for.
+        """
+        if not self._are_pending:
+            return
+        fault = self._fault
+        if isinstance(fault, Tensor):
+            for mine, new in zip(self.buffers(), self._new.buffers(), strict=True):
+                torch.where(fault, mine, new, out=new)
+        if not closes:
+            if fault is not True:
+                self.take_(self._new, taken or ())
+            return
+        if fault is not True and (taken is None or any(taken)):
+            self._new.take_(self, [not each for each in taken or ()])
+            self.swap_(self._new)
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the new errors. A GPU, whose memory is scarce, gets theirs back: it has new memory in no time."""
+        self._are_pending, self._fault = False, False
+        if any(buffer.device.type != "cpu" for buffer in self.buffers()):
+            self._new = None
+
+    def take_(self: _Staged, other: _Staged, chosen: Sequence[bool]) -> None:
+        """Copy the errors of the chosen parameters from another object; empty is none."""
+        if not any(chosen):
+            return
+        for (mine, places), (theirs, _) in zip(self.places(), other.places(), strict=True):
+            here = [place for place in places if chosen[place[2]]]
+            if not here:
+                continue
+            if len(here) == len(places):
+                tensor_of(mine).copy_(tensor_of(theirs))
+                continue
+            values, source = values_of(mine), values_of(theirs)
+            for start, stop, _ in here:
+                values[start:stop] = source[start:stop]
+            keep_(mine, values)
+
+    @property
+    def pending(self: _Staged) -> _Staged | None:
+        """The new errors that no step has used yet; None if there are none."""
+        return self._new if self._are_pending else None
+
+
+class ErrorFeedback(StagedErrors):
     """The errors of the buckets of a flat layout, by bucket in ``feedback``, which are views of two buffers.
 
     A single rank has none, except between the load of a checkpoint of more ranks and its first compressed step; those
     are float32 values. Averages that are not ``served`` to other ranks, those of a reduce-scatter, have no server
-    errors. New errors may lie in ``pending`` until it is known whether the step is taken.
+    errors.
     """
 
     worker: Tensor
     server: Tensor
     feedback: list[BucketErrors]
-    _pending: ErrorFeedback | None
+    #: Numbers of the buckets that messages of integers leave out, since all that is in them travels in full precision.
+    unsent: Collection[int] = ()
 
     def __init__(
         self,
@@ -123,37 +245,42 @@ class ErrorFeedback:
         self._set(self.worker.to(device), self.server.to(device))
 
     def _set(self, worker: Tensor, server: Tensor) -> None:
-        self.worker, self.server, self._pending = worker, server, None
+        self.worker, self.server = worker, server
+        self._new, self._are_pending, self._fault = None, False, False
         self.feedback = self._by_bucket(worker, server)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but what the next step makes anew."""
-        return self.__dict__ | {"_pending": None}
+        return self.__dict__ | {"_new": None, "_are_pending": False, "_fault": False}
 
-    @property
-    def pending(self) -> ErrorFeedback:
-        """Memory for the errors of the step under way, which :meth:`end_step` takes over or drops."""
-        if self._pending is None:
-            new = copy(self)
-            new._set(torch.empty_like(self.worker), torch.empty_like(self.server))
-            self._pending = new
-        return self._pending
+    def like(self) -> ErrorFeedback:
+        new = copy(self)
+        new._set(torch.empty_like(self.worker), torch.empty_like(self.server))
+        return new
 
-    def end_step(self, dropped: bool | Tensor) -> None:
-        """Take over the pending errors unless the step is ``dropped``, bool or [] bool. No GPU is waited for."""
-        new = self.pending
-        if isinstance(dropped, Tensor) and dropped.device.type != "cpu":
-            self.worker.copy_(torch.where(dropped, self.worker, new.worker))
-            self.server.copy_(torch.where(dropped, self.server, new.server))
-        elif not dropped:
-            self.worker, new.worker = new.worker, self.worker
-            self.server, new.server = new.server, self.server
-            self.feedback, new.feedback = new.feedback, self.feedback
-        if self.worker.device.type != "cpu":  # where memory is scarce, and new memory costs no time
-            self._pending = None
+    def swap_(self, other: ErrorFeedback) -> None:
+        self.worker, other.worker = other.worker, self.worker
+        self.server, other.server = other.server, self.server
+        self.feedback, other.feedback = other.feedback, self.feedback
+
+    def _copy_unsent_(self, new: ErrorFeedback) -> None:
+        for number in self.unsent:
+            new.feedback[number].copy_(self.feedback[number])
+
+    def buffers(self) -> list[Tensor]:
+        return [self.worker, self.server]
+
+    def places(self) -> Iterator[tuple[Errors, list[Place]]]:
+        for bucket, errors in zip(self._layout.buckets, self.feedback, strict=True):
+            first = self.sent_range(bucket)[0]
+            for error in errors.worker:
+                yield error, _places(error, bucket, first)
+                first += error.numel()
+            yield errors.server, _places(errors.server, bucket, self.own_range(bucket)[0])
 
     def copy_(self, worker: Tensor, server: Tensor) -> None:
-        """Take over the values of two buffers, of either form."""
+        """Take over the values of two buffers, of either form, and drop errors that no step has used."""
+        self.drop()
         if worker.dtype == self.worker.dtype:
             self.worker.copy_(worker)
             self.server.copy_(server)
@@ -215,29 +342,27 @@ class ErrorFeedback:
         return ErrorFeedback(self._layout, self._communicator, self.worker.device, **options)
 
     def zero_(self) -> None:
+        self.drop()
         self.worker.zero_()
         self.server.zero_()
 
     def scale_(self, factors: Sequence[float]) -> None:
         """Multiply the errors of each parameter by its factor."""
-        if not self.worker.numel():
-            return
-        for bucket, errors in zip(self._layout.buckets, self.feedback, strict=True):
-            first = self.sent_range(bucket)[0]
-            for error in errors.worker:
-                _scale_parameters_(error, bucket, first, factors)
-                first += error.numel()
-            _scale_parameters_(errors.server, bucket, self.own_range(bucket)[0], factors)
+        for error, places in self.places() if self.worker.numel() else ():
+            values = values_of(error)
+            for start, stop, index in places:
+                values[start:stop].mul_(factors[index])
+            keep_(error, values)
 
 
-def _scale_parameters_(error: Errors, bucket: Bucket, first: int, factors: Sequence[float]) -> None:
-    """Multiply the errors of elements from ``first`` on by the factors of their parameters."""
-    values, stop = values_of(error), first + error.numel()
+def _places(error: Errors, bucket: Bucket, first: int) -> list[Place]:
+    """Return where the errors of each parameter lie in those of the elements from ``first`` on."""
+    last, found = first + error.numel(), list[Place]()
     for piece in bucket.pieces:
-        start, end = max(piece.offset, first), min(piece.offset + piece.numel, stop)
-        if start < end:
-            values[start - first : end - first].mul_(factors[piece.index])
-    keep_(error, values)
+        start, stop = max(piece.offset, first), min(piece.offset + piece.numel, last)
+        if start < stop:
+            found.append((start - first, stop - first, piece.index))
+    return found
 
 
 def _errors_in(buffer: Tensor, counts: Sequence[int], chunks: int = 1) -> list[Errors]:
@@ -247,3 +372,178 @@ def _errors_in(buffer: Tensor, counts: Sequence[int], chunks: int = 1) -> list[E
         return list(torch.split(buffer, counts))
     parts = torch.split(buffer, [CompactErrors.nbytes(count, chunks) for count in counts])
     return [CompactErrors(part, count, chunks) for part, count in zip(parts, counts, strict=True)]
+
+
+def after_backward(act: Callable[[], None]) -> None:
+    """Call a function, which starts no collective, after DDP's own callback at the end of this backward pass."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(act))
+
+
+# -- what becomes of averaged gradients --------------------------------------------------------------------------------
+
+
+class Members(NamedTuple):
+    """Errors, and the parameters whose errors they are; ``as_one``: they have one number in them."""
+
+    errors: Any  # StagedErrors
+    params: Sequence[Tensor]
+    as_one: bool = False
+
+    def flags(self, flags: Mapping[Tensor, bool]) -> list[bool]:
+        found = [flags.get(param, False) for param in self.params]
+        return [any(found)] if self.as_one else found
+
+
+_UNUSED_PASSES = 10  # without one step of an optimizer, after which a loop is told
+_WATCHING: WeakSet[HandedOut] = WeakSet()
+
+
+class HandedOut:
+    """Averaged gradients, from the end of a pass until a step has used them or they are dropped.
+
+    A step that has used a gradient commits its error: of an optimizer of ours by :meth:`use`, of any other, which torch
+    tells, if ``watches_steps``. Where the next pass begins, a gradient that no step has used is still in ``p.grad``, to
+    be accumulated on; or else it was dropped. A hook on one parameter looks just before the pass changes ``p.grad``.
+    """
+
+    def __init__(self, members: Callable[[], Sequence[Members]], *, watches_steps: bool, hooks: bool = True) -> None:
+        """Watch the gradients of what ``members`` returns, by a hook unless :meth:`begin` is always early enough."""
+        self._members, self._watches_steps, self._hooks = members, watches_steps, hooks
+        self._made: dict[Tensor, ref[Tensor]] = {}  # the gradients after the pass that no step has used
+        self._used: dict[Tensor, bool] = {}
+        self._kept: dict[Tensor, bool] | None = None  # where the next pass began, if the hook was called
+        self._witness: Tensor | None = None
+        self._version = 0
+        self._handles = list[RemovableHandle]()
+        self._unused_passes: int | None = 0  # None after the first step
+        finalize(self, _remove, self._handles).atexit = False
+        if watches_steps:
+            _watch_steps(self)
+
+    def hand_out(self, first: Tensor | None = None, before: Mapping[Tensor, int] | None = None) -> None:
+        """Note the gradients at the end of a pass, of which ``first`` was the first to come.
+
+        ``before``: versions of gradients before their averages came; the same one now has not been written.
+        """
+        self._kept, self._used, before = None, {}, before or {}
+        grads = ((param, param.grad) for each in self._members() for param in each.params)
+        there = ((param, grad) for param, grad in grads if grad is not None)
+        self._made = {p: ref(grad) for p, grad in there if p not in before or before[p] != grad._version}
+        if first is None or first not in self._made:
+            first = next((param for param in self._made if param.requires_grad), None)
+        if first is not None:
+            self._version = _version(first)
+        if first is not self._witness:
+            _remove(self._handles)
+            self._witness = first
+            if self._hooks and first is not None and first.requires_grad:
+                hook = _weak_hook(WeakMethod(self._pass_begins))
+                self._handles.append(first.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _pass_begins(self) -> None:
+        """Look at ``p.grad`` before the pass adds to it; the hook calls."""
+        if self._made and self._kept is None:
+            self._look()
+
+    def _look(self, *, written: bool | None = None) -> None:
+        """Find the gradients that are there still; ``written`` over is none of them."""
+        witness = self._witness
+        if written is None:
+            written = witness is not None and witness.grad is not None and _version(witness) != self._version
+        here = {param: param.grad for param in self._made} if not written else {}
+        self._kept = {p: grad is not None and grad is self._made[p]() for p, grad in here.items()}
+
+    def begin(self, *, is_first: bool = False) -> Callable[[Members], list[bool]]:
+        """Begin a pass, and return what returns for each member's parameters whether earlier gradients are kept.
+
+        ``is_first``: ``p.grad`` is still as it was before the pass.
+        """
+        if self._made:
+            if self._kept is None:
+                self._look(written=None if is_first else False)
+            if self._used:
+                self._commit(closes=False)
+            if self._unused_passes is not None and self._watches_steps:
+                self._unused_passes += 1
+                if self._unused_passes == _UNUSED_PASSES:
+                    logger.warning(
+                        "no step of an optimizer has used the averaged gradients of %d passes, so that what messages "
+                        "miss is not sent later: update the parameters by a torch.optim.Optimizer, or call "
+                        "step_taken() of the compression's state after each update",
+                        _UNUSED_PASSES,
+                    )
+        kept, used = self._kept or {}, self._used
+        flags = {param: each and param not in used for param, each in kept.items()}
+        self._made, self._kept, self._used = {}, None, {}
+        return lambda member: member.flags(flags) if any(flags.values()) else []
+
+    def use(self, params: Collection[Tensor] | None = None, *, checked: bool = True) -> None:
+        """Note that a step uses the gradients of some parameters, by default of all; if ``checked`` those in p.grad."""
+        for param in self._made:
+            if (params is None or param in params) and (param.grad is not None or not checked):
+                self._used[param] = True
+        if self._used:
+            self._unused_passes = None
+            if len(self._used) == len(self._made):
+                self._commit()
+                self._made, self._used, self._kept = {}, {}, None
+
+    def settle(self) -> None:
+        """Commit what steps have used, of gradients that they have not used all of."""
+        if self._used:
+            self._commit(closes=False)
+
+    def drop(self) -> None:
+        """Drop the errors of gradients that no step uses."""
+        for each in self._members():
+            each.errors.drop()
+        self._made, self._used, self._kept = {}, {}, None
+
+    def _commit(self, *, closes: bool = True) -> None:
+        for each in self._members():
+            flags = each.flags(self._used)
+            each.errors.commit(None if all(flags) else flags, closes=closes)
+
+    def close(self, *, taken: bool, checked: bool = True) -> None:
+        """Close a step of an optimizer of ours, by which all that it uses was handed out."""
+        if taken:
+            self.use(checked=checked)
+            self.settle()
+        self.drop()
+
+
+def _version(param: Tensor) -> int:
+    """Return the version of a gradient; that of a DTensor's own part, which is what others write to."""
+    grad = param.grad
+    return -1 if grad is None else int(getattr(grad, "_local_tensor", grad)._version)
+
+
+def _weak_hook(begins: WeakMethod[Callable[[], None]]) -> Callable[[Tensor], None]:
+    def pass_begins(_: Tensor) -> None:
+        if (method := begins()) is not None:
+            method()
+
+    return pass_begins
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+def _watch_steps(handed_out: HandedOut) -> None:
+    if not _WATCHING and not _step_hooks:
+        _step_hooks.append(register_optimizer_step_pre_hook(_note_step))  # gradients that the step itself drops
+        _step_hooks.append(register_optimizer_step_post_hook(_note_step))  # those of its closure
+    _WATCHING.add(handed_out)
+
+
+_step_hooks = list[RemovableHandle]()
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Note for all that are watching what a step of an optimizer uses; torch calls."""
+    for handed_out in [each for each in list(_WATCHING) if each._made]:
+        handed_out.use({param for group in optimizer.param_groups for param in group["params"]})

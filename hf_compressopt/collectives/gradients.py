@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, groupby
 from typing import Any, ClassVar
@@ -22,11 +22,13 @@ from torch._utils import _take_tensors
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator
 from hf_compressopt.collectives.exchange import BucketErrors, Order, Pipeline, Task, all_reduce, in_runs
+from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members
 from hf_compressopt.collectives.sender import note_sent, size_of
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment
 from hf_compressopt.kernels.memory import address_of, in_memory, is_direct, numbers_on, overwrite_, reads_at_once
+from hf_compressopt.kernels.messages import travels_in_full
 
 _BUCKET_BYTES = 25 * 2**20
 _Grads = Mapping[Tensor, Tensor | None]
@@ -79,11 +81,14 @@ class GradientBucket(ABC):
 class IntegerBucket(GradientBucket):
     """Gradients that travel as integers with error feedback, in the unit of a gradient without loss scale."""
 
-    feedback: BucketErrors
+    errors: ErrorFeedback
+    number: int  # among the buckets of the errors
     bits: int
-    loss_scale: float = 1.0
-    new: BucketErrors | None = None  # the place of new errors; None is ``feedback`` itself
     in_full: Sequence[bool] = ()  # the parameters whose gradients travel in another bucket
+    loss_scale: float = 1.0
+    #: Of the pass under way.
+    old: BucketErrors = field(init=False)
+    new: BucketErrors = field(init=False)
 
     def form(self) -> str:
         return f"int{self.bits}"
@@ -95,7 +100,7 @@ class IntegerBucket(GradientBucket):
     @classmethod
     def average(cls, run: Sequence[IntegerBucket], grads: _Grads) -> Task[tuple[Tensor, _Finish]]:
         form, ranks, scale = _FORMATS[run[0].bits], run[0].communicator, run[0].loss_scale
-        old, new = [b.feedback for b in run], [b.new or b.feedback.like() for b in run]
+        old, new = [bucket.old for bucket in run], [bucket.new for bucket in run]
         segments = [bucket.segments(grads) for bucket in run]
         rows = zip(run, segments, strict=True)
         zs = [Combination(b.bucket.numel, ranks.device, grads=mine, beta=1.0 / scale) for b, mine in rows]
@@ -104,10 +109,9 @@ class IntegerBucket(GradientBucket):
         for average, mine in zip(averages, segments, strict=True):
             use.add_(average, mine, 0.0, scale)
 
-        def finish(dropped: bool | Tensor) -> None:
-            for bucket, errors in zip(run, new, strict=True):
-                if bucket.new is None:
-                    bucket.feedback.copy_(errors, unless=dropped)
+        def finish(fault: bool | Tensor) -> None:
+            for bucket in run:
+                bucket.errors.spoil(fault)
 
         return use.any_nan(*averages), finish
 
@@ -158,7 +162,55 @@ def plain_buckets(
     return buckets
 
 
-def _runs(buckets: Iterable[GradientBucket]) -> Iterator[list[GradientBucket]]:
+def low_bit_buckets(
+    errors: ErrorFeedback,
+    layout: FlatLayout,
+    params: Sequence[Tensor],
+    communicator: Communicator,
+    owner: int,
+    bits: int,
+    *,
+    dtype: torch.dtype | None = None,
+    in_full: Sequence[bool] = (),
+) -> list[GradientBucket]:
+    """Return buckets of integers, with errors of the same layout, and of what travels in full precision beside them.
+
+    These are ``in_full``, by default what :func:`travels_in_full` names.
+    """
+    in_full = in_full or [travels_in_full(param) for param in params]
+    found: list[GradientBucket] = []
+    rows = enumerate(layout.buckets)
+    errors.unsent = [number for number, bucket in rows if all(in_full[piece.index] for piece in bucket.pieces)]
+    for number, bucket in enumerate(layout.buckets):
+        if number not in errors.unsent:
+            found.append(IntegerBucket(bucket, params, communicator, owner, errors, number, bits, in_full))
+    beside = [
+        param for param, each in zip(params, in_full, strict=True) if each and (param.requires_grad or param.is_meta)
+    ]
+    return found + plain_buckets(beside, communicator, owner, bucket_numel=layout.bucket_numel, dtype=dtype)
+
+
+def begin_pass(buckets: Sequence[GradientBucket], handed_out: HandedOut, loss_scale: float) -> None:
+    """Give buckets of integers the errors and the loss scale of a pass."""
+    kept, begun = handed_out.begin(), dict[int, tuple[ErrorFeedback, ErrorFeedback]]()
+    for bucket in buckets:
+        if isinstance(bucket, IntegerBucket) and id(bucket.errors) not in begun:
+            begun[id(bucket.errors)] = bucket.errors.begin(kept(Members(bucket.errors, bucket.params)))
+    give_errors(buckets, begun, loss_scale)
+
+
+def give_errors(
+    buckets: Iterable[GradientBucket], begun: Mapping[int, tuple[ErrorFeedback, ErrorFeedback]], loss_scale: float
+) -> None:
+    """Give buckets of integers their part of the old and the new errors, by the id of what they belong to."""
+    for bucket in buckets:
+        if isinstance(bucket, IntegerBucket):
+            old, new = begun[id(bucket.errors)]
+            bucket.old, bucket.new = old.feedback[bucket.number], new.feedback[bucket.number]
+            bucket.loss_scale = loss_scale
+
+
+def runs_of(buckets: Iterable[GradientBucket]) -> Iterator[list[GradientBucket]]:
     """Divide buckets, in their order, into what is sent together; those that take an all-reduce are sent alone."""
     for _, alike in groupby(buckets, key=lambda b: (b.form(), b.owner, id(b.communicator), id(b) * b.is_alone)):
         together = list(alike)
@@ -178,12 +230,14 @@ class GradientRounds:
         self._averages: list[tuple[int, Tensor | None, _Finish]] = []
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._checked = ""
+        self.first: Tensor | None = None  # the parameter whose gradient comes first in DDP's buckets
+        self.before: dict[Tensor, int] = {}  # versions of gradients that DDP writes only for what a rank has used
 
     def begin(self, buckets: Sequence[GradientBucket], communicator: Communicator | None = None) -> None:
         """Start a round of these buckets, in order; ranks compare other buckets than before, given a communicator."""
         if len(buckets) != len(self._buckets) or any(a is not b for a, b in zip(buckets, self._buckets, strict=True)):
             self._buckets = list(buckets)
-            self._runs = list(_runs(buckets))
+            self._runs = list(runs_of(buckets))
             self._order = Order(chain.from_iterable(bucket.members() for bucket in run) for run in self._runs)
             rows = [(b.form(), b.owner, [(p.index, p.start, p.stop) for p in b.bucket.pieces]) for b in buckets]
             mine = repr(rows)
@@ -265,14 +319,16 @@ class GradientRounds:
         buffer = bucket.buffer()
         future = _future_on(buffer.device)
         if bucket.index() == 0:
-            self._futures = []
+            self._futures, self.first, self.before = [], bucket.parameters()[0], {}
             start()
         elif not self._futures:
             raise RuntimeError(
                 "a bucket came before the first one of its step: was the hook registered in a backward pass?"
             )
         self._futures.append((future, buffer))
-        rows = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        params, grads = bucket.parameters(), bucket.gradients()
+        self._note_versions(params, grads)
+        rows = zip(params, grads, strict=True)
         unknown = [param for param, grad in rows if not self.add(param, _in_order_of(param, grad))]
         if unknown:
             refuse(unknown)
@@ -283,6 +339,14 @@ class GradientRounds:
             for waiting, gradients in futures:
                 waiting.set_result(gradients)
         return future
+
+    def _note_versions(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Note the versions of gradients, unless DDP's bucket is their memory."""
+        own = [param.grad for param in params]
+        rows = zip(own, grads, strict=True)
+        if any(mine is not None and mine.numel() and mine.data_ptr() != grad.data_ptr() for mine, grad in rows):
+            found = ((param, mine) for param, mine in zip(params, own, strict=True) if mine is not None)
+            self.before.update((param, mine._version) for param, mine in found)
 
 
 def as_it_is(buffer: Tensor) -> torch.futures.Future[Tensor]:
@@ -355,6 +419,8 @@ def average_gradients(
     if communicator.world_size > 1:
         with torch.no_grad():
             _average(params, communicator, rounds)
+            if rounds is not None:
+                form.hand_out()
         note_sent(params)
 
 

@@ -9,8 +9,9 @@ replicas get the same bits. The errors belong to this rank's shards.
 of all shards, so that its worker errors are as many as the model has parameters. The owner of a shard averages in
 float32, in rank order: g <- mean_r Q(u_r). FSDP2 itself gathers the parameters, in full precision.
 
-The errors change at the end of a backward pass, if all gradients of all shards are finite; otherwise they are as before
-the pass.
+Gradients of vectors and of small tensors are averaged in full precision in both ways: larger neighbours in a block
+would round them to 0. The errors change in a step that uses the averages of a backward pass
+(:mod:`hf_compressopt.collectives.feedback`), if all gradients of all shards were finite.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,12 +33,12 @@ from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.collectives.exchange import (
     BucketErrors,
     Task,
-    in_runs,
     reduce_scatter,
     run_tasks,
+    summed,
 )
-from hf_compressopt.collectives.feedback import ErrorFeedback
-from hf_compressopt.collectives.gradients import IntegerBucket
+from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members
+from hf_compressopt.collectives.gradients import GradientBucket, give_errors, low_bit_buckets, runs_of
 from hf_compressopt.collectives.sender import SendRecord, listed
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import SIGNS_PER_BYTE, Bucket, FlatLayout, bucket_numel_of, chunk_numel
@@ -44,6 +46,7 @@ from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.fsdp.units import Unit, outside, units_of
 from hf_compressopt.grad_compression import bits_of, check_place, check_state, scale_of
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment
+from hf_compressopt.kernels.messages import travels_in_full
 from hf_compressopt.optim.math import bit_sum
 
 if TYPE_CHECKING:
@@ -71,23 +74,36 @@ def columns_of(rows: Tensor, bucket: Bucket, ranks: int) -> list[Segment]:
 
 
 class UnitErrors:
-    """The errors of one unit: those of the last pass, and beside them those of a pass under way."""
+    """The errors of one unit, and its buckets. Small parameters and vectors travel in full precision, without errors.
+
+    ``kept`` changes where a step uses the averages; with replicas it tells the parameters of the unit apart.
+    """
 
     def __init__(
         self, unit: Unit, bucket_numel: int, ranks: TorchCommunicator, bits: int, *, compact: bool, replicated: bool
     ) -> None:
         self.unit, self.replicated, self._ranks, self._bits = unit, replicated, ranks, bits
         if replicated:
-            self.layout = FlatLayout.build([unit.numel], bucket_numel)
+            self.layout = FlatLayout.build(unit.numels, bucket_numel)
         else:
             self.layout = rows_layout(unit.numel, bucket_numel, ranks.world_size)
-        # of the last pass whose gradients were finite; ``used`` says that a pass under way has others, pending
         self.kept = ErrorFeedback(self.layout, ranks, unit.device, compact=compact, used=True, served=replicated)
-        self.used = False
+        self.members = Members(self.kept, unit.params, as_one=not replicated)
+        self.goes_on: Sequence[bool] = ()  # whose gradients of earlier passes are in those of the pass under way
+        self.used = False  # in the pass under way
         self.waiting: Tensor | None = None  # gradients of earlier passes that have not been exchanged
+        starts = [0, *accumulate(unit.numels)]
+        in_full = [travels_in_full(param) for param in unit.params]
+        self._full = [span for span, each in zip(pairwise(starts), in_full, strict=True) if each]
+        # in the place of the unit's parameters, whose gradients are parts of one tensor
+        self._params = [torch.empty(numel, device="meta") for numel in unit.numels]
+        of = self.kept, self.layout, self._params, ranks, 0, bits
+        self._buckets = low_bit_buckets(*of, in_full=in_full) if replicated else []
 
     def holds_back(self, grads: Tensor) -> bool:
         """Add up the gradients of passes after which more are to come; FSDP2 gets zeros for them meanwhile."""
+        if self.waiting is not None and all(param.grad is None for param in self.unit.params):
+            self.waiting = None  # they were dropped
         if self.unit.more_to_come:
             self.waiting = grads.clone() if self.waiting is None else self.waiting.add_(grads)
             grads.zero_()
@@ -97,23 +113,24 @@ class UnitErrors:
             self.waiting = None
         return False
 
-    def _buckets(self) -> Iterator[tuple[Bucket, BucketErrors, BucketErrors]]:
-        """Return the buckets, and the old and the new errors of each."""
-        before, self.used = self.kept.pending if self.used else self.kept, True
-        return zip(self.layout.buckets, before.feedback, self.kept.pending.feedback, strict=True)
+    def _begin(self) -> tuple[ErrorFeedback, ErrorFeedback]:
+        """Return the old and the new errors of the unit's gradients."""
+        goes_on = [True] * len(self.unit.params) if self.used else self.goes_on
+        self.used = True
+        return self.kept.begin(goes_on)
 
     def average(self, grads: Tensor, loss_scale: float) -> list[Tensor]:
         """Average the gradients of the unit over the replicas, and return what is not finite."""
         faults: list[Tensor] = []
+        parts = dict(zip(self._params, torch.split(grads, list(self.unit.numels)), strict=True))
 
-        def average(run: list[IntegerBucket]) -> Task[None]:
-            not_finite, _ = yield from IntegerBucket.average(run, {grads: grads})
-            faults.append(not_finite)
+        def average(run: list[GradientBucket]) -> Task[None]:
+            not_finite, _ = yield from run[0].average(run, parts)
+            if not_finite is not None:
+                faults.append(not_finite)
 
-        rows = self._buckets()
-        of, bits = ([grads], self._ranks, 0), self._bits
-        buckets = (IntegerBucket(bucket, *of, old, bits, loss_scale, new) for bucket, old, new in rows)
-        run_tasks(map(average, in_runs(buckets, lambda bucket: bucket.bucket.numel, self._ranks)))
+        give_errors(self._buckets, {id(self.kept): self._begin()}, loss_scale)
+        run_tasks(map(average, runs_of(self._buckets)))
         return faults
 
     def scatter(self, shard: Tensor, grads: Tensor, loss_scale: float, factor: float) -> list[Tensor]:
@@ -123,24 +140,53 @@ class UnitErrors:
         ``factor``.
         """
         faults: list[Tensor] = []
+        ranks, count = self._ranks, self._ranks.world_size
 
         def average(bucket: Bucket, old: BucketErrors, new: BucketErrors) -> Task[None]:
-            ranks = self._ranks
-            segments, begin = columns_of(grads, bucket, ranks.world_size), bucket.start // ranks.world_size
+            begin, columns = bucket.start // count, bucket.numel // count
+            segments = list(chain.from_iterable(map(self._without_full, columns_of(grads, bucket, count))))
             z = Combination(bucket.numel, grads.device, grads=segments, beta=1.0 / loss_scale)
             mean = yield from reduce_scatter(z, old.worker, new.worker, IntegerFormat(self._bits), ranks)
             faults.append(~torch.stack(mean.aminmax()).isfinite().all())  # one pass over the values
-            count = segments[0].numel
-            shard[begin : begin + count] = mean[:count].mul_(loss_scale * factor)
+            stop = min(begin + columns, shard.numel())
+            shard[begin:stop] = mean[: stop - begin].mul_(loss_scale * factor)
 
-        run_tasks(average(*row) for row in self._buckets())
+        def average_in_full() -> Task[None]:
+            rows = grads.view(count, -1)
+            values = torch.cat([rows[:, start:stop] for start, stop in self._full], dim=1).float()
+            sizes = [values.shape[1]] * count
+            mean = yield from summed(values.view(-1), sizes, ranks, factor / count)
+            faults.append(~mean.isfinite().all())
+            parts = torch.split(mean, [stop - start for start, stop in self._full])
+            for (start, stop), part in zip(self._full, parts, strict=True):
+                shard[start:stop] = part
+
+        old, new = self._begin()
+        run_tasks(average(*row) for row in zip(self.layout.buckets, old.feedback, new.feedback, strict=True))
+        if any(start < stop for start, stop in self._full):
+            run_tasks([average_in_full()])
         return faults
 
-    def end_pass(self, dropped: Tensor) -> None:
-        """Keep the errors of the pass unless it is ``dropped``, [] bool. The host does not wait for a GPU."""
+    def _without_full(self, segment: Segment) -> Iterator[Segment]:
+        """Yield a run of gradients in pieces, of which those that travel in full precision have no tensor."""
+        if segment.tensor is None or not self._full:
+            yield segment
+            return
+        row, first = divmod(segment.start, self.unit.numel)
+        place, last = first, first + segment.numel
+        for start, stop in [*self._full, (last, last)]:
+            start, stop = min(max(start, place), last), min(stop, last)
+            if place < start:
+                yield Segment(segment.tensor, row * self.unit.numel + place, start - place, 0)
+            if start < stop:
+                yield Segment(None, 0, stop - start, 0)
+            place = max(place, stop)
+
+    def end_pass(self, fault: Tensor) -> None:
+        """Note whether the gradients of the pass are not finite, [] bool. The host does not wait for a GPU."""
         if self.used:
-            self.kept.end_step(dropped)
-        self.used = False
+            self.kept.spoil(fault)
+        self.used, self.goes_on = False, ()
 
     def runs(self, values: tuple[Tensor, Tensor], own: int) -> Iterator[tuple[str, int, int, Tensor]]:
         """Yield consecutive errors of one shard each: worker or server, the shard, the first place in it, and they."""
@@ -177,7 +223,6 @@ class FSDPCompression:
         replicated: Whether the messages travel between replicas, not between the ranks that share the model.
         communicator: The ranks that exchange messages: those of this rank's place in all replicas, or all.
         replica: The ranks that share this rank's replica.
-        units: The errors of each unit that has trainable parameters.
         traffic: Bytes of the messages. FSDP2's own bytes are not counted.
         steps: Passes whose gradients were exchanged.
     """
@@ -207,7 +252,7 @@ class FSDPCompression:
             self.replica = TorchCommunicator(mesh.get_group(1), device=device, traffic=self.traffic.inside_node())
         form = {"compact": compact, "replicated": self.replicated}
         trained = [unit for unit in units if unit.names]
-        self.units = [UnitErrors(unit, bucket_numel, self.communicator, bits, **form) for unit in trained]
+        self._units = [UnitErrors(unit, bucket_numel, self.communicator, bits, **form) for unit in trained]
         several = next((each for each in (self.communicator, self.replica) if each.world_size > 1), None)
         self._record = SendRecord("compress_fsdp", communicator=several)
         for unit in trained:
@@ -218,20 +263,32 @@ class FSDPCompression:
         self._loss_scale, self._scale = loss_scale, 1.0  # the latter in the pass under way
         self._checked, self._pass = False, -1
         self._faults: list[Tensor] = []
+        members = [errors.members for errors in self._units]
+        self._handed_out = HandedOut(lambda: members, watches_steps=True, hooks=False)
         self._said_not_finite = 0  # passes whose gradients were not finite that the log has told of
         self._stream: torch.Stream | None = None
         if not self.replicated:
             self._check_ranks()
-        for errors in self.units:
+        for errors in self._units:
             if self.replicated:
                 errors.unit.set_hook(partial(self._average, errors))
             else:
                 errors.unit.set_reduce_scatter(ReduceScatter(partial(self._scatter, errors)))
 
     @property
+    def units(self) -> list[UnitErrors]:
+        """The errors of each unit that has trainable parameters, up to the last step."""
+        self._handed_out.settle()
+        return self._units
+
+    def step_taken(self) -> None:
+        """Note that the parameters were updated by the averaged gradients: see :class:`GradientCompression`."""
+        self._handed_out.use(checked=False)
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """All parameters as one param group, as a checkpoint expects it."""
-        return [{"params": [param for errors in self.units for param in errors.unit.params]}]
+        return [{"params": [param for errors in self._units for param in errors.unit.params]}]
 
     @property
     def steps_not_finite(self) -> int:
@@ -251,7 +308,7 @@ class FSDPCompression:
             the model, over bytes sent, of the last pass); ``bytes_uncompressed`` and ``bytes_on_link``, both sums
             for all passes of this process; ``seconds_communication`` (host seconds blocked so far).
         """
-        ranks, reduced = self.communicator.world_size, sum(errors.unit.reduced_nbytes for errors in self.units)
+        ranks, reduced = self.communicator.world_size, sum(errors.unit.reduced_nbytes for errors in self._units)
         full = (ranks - 1) * reduced * (2 / ranks if self.replicated else 1)
         numbers = self.traffic.metrics(full, self.traffic.step_bytes, node_size=1)
         numbers.pop("bytes_sent_in_node", None)  # inside a replica FSDP2 sends, and does not tell
@@ -287,7 +344,7 @@ class FSDPCompression:
             "steps": self.steps,
             "steps_not_finite": self.steps_not_finite,
             "worker_errors": [errors.kept.worker_values() for errors in self.units],
-            "server_errors": [errors.kept.server_values() for errors in self.units],
+            "server_errors": [errors.kept.server_values() for errors in self._units],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -312,7 +369,7 @@ class FSDPCompression:
             "replica": self.communicator.rank if self.replicated else 0,
             "shards": self.replica.world_size,
             "shard": self.replica.rank,
-            "numels": [list(errors.unit.numels) for errors in self.units],
+            "numels": [list(errors.unit.numels) for errors in self._units],
         }
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -359,8 +416,9 @@ class FSDPCompression:
         self._check_ranks()
         self._announcement.begin(self)
         self._pass, self._faults, self._scale = task, [], scale_of(self._loss_scale)
-        for errors in self.units:  # of a pass that raised before its end
-            errors.used = False
+        kept = self._handed_out.begin(is_first=True)
+        for errors in self._units:
+            errors.used, errors.goes_on = False, kept(errors.members)
         Variable._execution_engine.queue_callback(self._end_pass)
 
     @torch.no_grad()
@@ -372,9 +430,10 @@ class FSDPCompression:
         if self.replica.world_size > 1:
             self.replica.all_reduce(fault, op="max").wait()
         dropped = fault[0] > 0
-        for errors in self.units:
+        for errors in self._units:
             errors.end_pass(dropped)
         self._skipped += dropped
+        self._handed_out.hand_out()
         self._pass, self._faults = -1, []
         self.steps += 1
         self.traffic.end_step()
@@ -383,12 +442,12 @@ class FSDPCompression:
     def _check_ranks(self) -> None:
         """Check once that all replicas have the same options, units and parameters; else a ValueError on all."""
         if not self._checked:
-            rows = [(errors.unit.names, errors.unit.numels) for errors in self.units]
+            rows = [(errors.unit.names, errors.unit.numels) for errors in self._units]
             self.communicator.require_equal(
                 "the options or parameters of compress_fsdp",
                 [self.bits, self._bucket_numel, zlib.crc32(repr(rows).encode())],
             )
-            shards = [values.to_local().detach() for errors in self.units for values in errors.unit.params]
+            shards = [values.to_local().detach() for errors in self._units for values in errors.unit.params]
             if self.replicated:
                 self.communicator.require_equal(
                     "the bits of their parameters (do all replicas start from the same model?)",

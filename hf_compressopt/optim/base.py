@@ -308,6 +308,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if not finite and self._consensus.asks(plan):
             self.skip_step()
             return loss
+        self.warmup_gradients.commit(taken=True, given=grads is not None)
         self._take_step(plan, gradients.groups if finite else None)
         self._step = plan.step
         self.rounds += plan.reduce_grads or plan.synchronize
@@ -420,6 +421,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = not taken
         self._consensus.end_step()
         self.early_messages.end_step(taken=taken)
+        self.warmup_gradients.commit(taken=False)  # of what no step has taken
         if plan.reduce_grads or self.warmup_gradients.in_use:
             self.warmup_gradients.end_step(plan)
         self.traffic.end_step(local=not plan.agree)
@@ -818,6 +820,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._consensus.comparison.checked = False
         self._consensus.held_fault = None
         self.early_messages.state_loaded()
+        self.warmup_gradients.commit(taken=False)
         for state in self._states:
             state.still = [False] * len(state.params)
             if self.plan.stage.number:

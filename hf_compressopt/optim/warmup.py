@@ -1,6 +1,7 @@
 """The averaged gradients of the warmup stage: the form of their messages, and the errors of that form.
 
-A message of integers keeps what it misses in the errors of the compressed stage, which are not in use yet:
+A message of integers keeps what it misses in the errors of the compressed stage, which are not in use yet. They change
+in a step that takes the averages (:mod:`~hf_compressopt.collectives.feedback`):
 
     u = g_r + worker_error;  messages <- Q(u);  worker_error <- u - Q(u)                        (1)
     a = mean_r Q(u_r) + server_error;  g <- Q(a);  server_error <- a - Q(a)                     (2)
@@ -13,17 +14,24 @@ travel in full precision beside them: larger neighbours in a block would round t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.announce import write_log
-from hf_compressopt.collectives.gradients import GradientBucket, GradientRounds, IntegerBucket, plain_buckets
+from hf_compressopt.collectives.feedback import HandedOut, Members
+from hf_compressopt.collectives.gradients import (
+    GradientBucket,
+    GradientRounds,
+    begin_pass,
+    low_bit_buckets,
+    plain_buckets,
+)
 from hf_compressopt.kernels import INTEGER_BITS
-from hf_compressopt.kernels.messages import travels_in_full
 from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.math import floor_variance_
 from hf_compressopt.schedules import Stage, StepPlan
@@ -45,6 +53,10 @@ def check_warmup_bits(bits: Any, communicator: Any) -> None:
         raise ValueError("warmup_bits=16 is not supported with MPI, which cannot sum bfloat16: give 4, 8 or 32")
 
 
+def _members(states: Sequence[GroupState]) -> list[Members]:
+    return [Members(state.errors, state.params) for state in states if state.own_rank is None]
+
+
 class WarmupGradients:
     """The form of one optimizer's averaged gradients: integers of 4 or 8 bits, bfloat16 (16), or as they are (32)."""
 
@@ -56,10 +68,15 @@ class WarmupGradients:
         self._travelled = False  # in the step under way
         self._told = self._told_of_parts = False
         self._known: tuple[list[Any], list[Any], list[GradientBucket]] = ([], [], [])  # what buckets were made of
+        self._handed_out = HandedOut(partial(_members, self._states), watches_steps=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but buckets, which a copy makes of its own parameters."""
-        return self.__dict__ | {"rounds": GradientRounds(), "_known": ([], [], [])}
+        return self.__dict__ | {"rounds": GradientRounds(), "_known": ([], [], []), "_handed_out": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._handed_out = HandedOut(partial(_members, self._states), watches_steps=False)
 
     @property
     def in_messages(self) -> bool:
@@ -82,14 +99,12 @@ class WarmupGradients:
         self._clip_errors(False)
         self.ever_in_use = True
         self._travelled, self._assumed_scale = True, self._loss_scale if loss_scale is None else loss_scale
-        held = [present, *(state.feedback for state in self._states)]
+        held = [present, *(state.errors for state in self._states)]
         trained = [[p.requires_grad for p in state.params] for state in self._states]
         made_of = [owner, *map(id, held), *trained]
         if made_of != self._known[0]:
             self._known = made_of, held, self._make_buckets(owner, present)
-        for bucket in self._known[2]:
-            if isinstance(bucket, IntegerBucket):
-                bucket.loss_scale = self._assumed_scale
+        begin_pass(self._known[2], self._handed_out, self._assumed_scale)
         return list(self._known[2])
 
     def _make_buckets(self, owner: int, present: Sequence[Tensor] | None) -> list[GradientBucket]:
@@ -101,18 +116,16 @@ class WarmupGradients:
             whole = here is None or here.issuperset(state.params)
             if self.bits in INTEGER_BITS and state.compressed and not whole:
                 self._tell_of_parts(state)
-            params = [p for p in state.params if p.requires_grad and (here is None or p in here)]
-            if self.bits in INTEGER_BITS and state.compressed and whole:
-                for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
-                    if not all(state.in_full[piece.index] for piece in bucket.pieces):
-                        of = bucket, state.params, state.communicator, owner, feedback, self.bits
-                        found.append(IntegerBucket(*of, in_full=state.in_full))
-                params = [p for p in params if travels_in_full(p)]
             dtype = torch.bfloat16 if self.bits == 16 and state.compressed else None
             if state.communicator.name == "mpi":  # it sums no 16-bit numbers
                 dtype = torch.float32
-            bucket_numel = state.layout.bucket_numel
-            found += plain_buckets(params, state.communicator, owner, bucket_numel=bucket_numel, dtype=dtype)
+            if self.bits in INTEGER_BITS and state.compressed and whole:
+                of = state.errors, state.layout.in_messages, state.params, state.communicator, owner, self.bits
+                found += low_bit_buckets(*of, dtype=dtype)
+            else:
+                params = [p for p in state.params if p.requires_grad and (here is None or p in here)]
+                numel = state.layout.bucket_numel
+                found += plain_buckets(params, state.communicator, owner, bucket_numel=numel, dtype=dtype)
         return found
 
     def _tell_of_parts(self, state: GroupState) -> None:
@@ -173,12 +186,22 @@ class WarmupGradients:
                 state.errors.scale_([coefficient if clipped else 1 / coefficient] * len(state.params))
         self._tensors[ERROR_CLIP][1] = float(clipped)
 
+    def hand_out(self, first: Tensor | None = None, before: Mapping[Tensor, int] | None = None) -> None:
+        """Note the gradients that a pass has averaged: see :meth:`HandedOut.hand_out`."""
+        if self._travelled and self.bits in INTEGER_BITS:
+            self._handed_out.hand_out(first, before)
+
+    def commit(self, *, taken: bool, given: bool = False) -> None:
+        """Commit the errors of gradients that a step has taken, by default those in p.grad, and drop the others."""
+        if self.bits in INTEGER_BITS:
+            self._handed_out.close(taken=taken, checked=not given)
+
     def note_loss_scale(self, scale: float) -> None:
         """Take over the factor that a scaler's gradients carried; errors of another one are divided by it."""
         if self._travelled and scale != self._assumed_scale:
             for state in self._states:
-                if state.own_rank is None:
-                    state.errors.scale_([self._assumed_scale / scale] * len(state.params))
+                if (new := state.errors.pending) is not None:
+                    new.scale_([self._assumed_scale / scale] * len(state.params))
             self._assumed_scale = scale
             self._tensors[LOSS_SCALE] = torch.tensor([scale], dtype=torch.float64, device="cpu")
 

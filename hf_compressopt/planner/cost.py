@@ -94,7 +94,7 @@ class Training:
     scale_block: int | None = 4096
     warmup_bits: int = signature(CompressedOptimizer).parameters["warmup_bits"].default
     #: Of ``params``, those of one dimension or in tensors below 256 elements, which travel in full precision
-    #: beside the messages of a compressed optimizer.
+    #: beside low-bit messages.
     in_full: int = 0
     accumulation: int = 1  # micro-batches of a step; messages hide behind the last one's backward pass, but ZeRO-2's
 
@@ -267,15 +267,16 @@ class Model:
             # gradient, error, both messages -> error, gradient; new server error -> server error
             finish = 2 * grad + 2 * FLOAT_BYTES + 2 * message + 8 / ranks
         overlapped = self._overlapped(messages, bucket, make + self._node_passes)
-        return replace(messages, seconds=overlapped + self._over_memory(finish) + self.update)
+        step = replace(messages, seconds=overlapped + self._over_memory(finish) + self.update)
+        in_full = self.training.in_full * self.training.itemsize
+        return step + ring(self.cluster, in_full, passes=2) if in_full else step
 
     def averaged(self) -> Step:
         """A step of a compressed optimizer that averages gradients, in its warmup_bits."""
         bits = self.training.warmup_bits
         if bits not in INTEGER_BITS:
             return self.ddp(min(bits // 8, self.training.itemsize))
-        step, in_full = self.low_bit(bits, deferred=True), self.training.in_full * self.training.itemsize
-        return step + ring(self.cluster, in_full, passes=2) if in_full else step
+        return self.low_bit(bits, deferred=True)
 
     def shared_out(self, *, during_backward: bool = False) -> Step:
         """A step of a compressed optimizer's warmup stage with ``zero_stage``: (4), with messages of integers."""

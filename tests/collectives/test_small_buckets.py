@@ -1,6 +1,7 @@
 """Small buckets that are sent together: the bits and the bytes of buckets that are sent apart, in fewer messages."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from hf_compressopt.collectives import exchange
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.support.harness import run_ranks
 
-NUMELS = (100, 3, 77, 1, 512, 40, 9)
+SHAPES = ((100,), (3,), (7, 41), (1,), (16, 32), (40,), (3, 3))
 CAP = {"bucket_cap_mb": 4 * 128 / 2**20}  # 128 elements
 Steps = Callable[[], None]
 
@@ -56,7 +57,7 @@ CASES: dict[str, Callable[[list[torch.Tensor]], tuple[Any, Steps]]] = {
 def train(rank: int, world_size: int, name: str, most: int) -> tuple[list[torch.Tensor], int, int]:
     """The parameters after some steps with these buckets, the bytes sent, and the messages of the last step."""
     generator = torch.Generator().manual_seed(rank)
-    params = [torch.nn.Parameter(torch.linspace(-1, 1, numel)) for numel in NUMELS]
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, prod(shape)).view(shape)) for shape in SHAPES]
     started = [0]
 
     def counted(method: Any) -> Any:
@@ -74,7 +75,7 @@ def train(rank: int, world_size: int, name: str, most: int) -> tuple[list[torch.
             started[0] = 0
             loss = sum((param * torch.randn(param.shape, generator=generator)).sum() for param in params)
             if number == 4 and rank == 0 and name != "zero":
-                loss = loss + params[4][7] * float("inf")  # a skipped step keeps all errors
+                loss = loss + params[4][0, 7] * float("inf")  # a skipped step keeps all errors
             loss.backward()
             step()
             for param in params:

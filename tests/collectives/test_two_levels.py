@@ -150,25 +150,6 @@ def test_auto_follows_the_launcher_and_warns_once_of_unequal_nodes(rank: int, wo
         assert len(lines) == (bool(warning) and rank == 0) and all(warning in line for line in lines), (row, lines)
 
 
-@pytest.mark.parametrize(("slow", "size", "said"), [("inside", 1, "(flat)"), ("between", 2, "(hierarchical)")])
-@on_ranks(4)
-def test_auto_measures_once_whether_the_links_inside_the_nodes_are_the_slow_ones(
-    rank: int, world_size: int, slow: str, size: int, said: str
-) -> None:
-    kind, ranks = ("all_reduce", 2) if slow == "inside" else ("all_to_all", 4)
-    original = getattr(TorchCommunicator, kind)
-
-    def waits(self: TorchCommunicator, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.2 if self.world_size == ranks else 0.0)
-        return original(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TorchCommunicator, kind, waits)
-        first, second = (choose(rank, "aabb", {r: 2 for r in range(4)}, {}) for _ in range(2))
-    assert first[0] == second[0] == size and second[1] == []
-    assert len(first[1]) == (rank == 0) and all(said in line and " ms flat" in line for line in first[1])
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_compressopt
 from hf_compressopt import GradientCompression, average_gradients
-from hf_compressopt.collectives import gradients
+from hf_compressopt.collectives import feedback, gradients
 from hf_compressopt.kernels import native
 from hf_compressopt.optim import late, math
 from tests.support.family import optimizer_of
@@ -182,6 +182,7 @@ class Fetches(TorchDispatchMode):
             mock.patch.object(torch.Tensor, "tolist", noted),
             mock.patch.object(late, "reads_at_once", lambda device: False),
             mock.patch.object(gradients, "reads_at_once", lambda device: False),
+            mock.patch.object(feedback, "reads_at_once", lambda device: False),
             self,
         ):
             yield

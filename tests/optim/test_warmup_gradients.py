@@ -156,7 +156,7 @@ def test_ranks_that_differ_fail_together(rank: int, world_size: int) -> None:
     for bits, numel in ((4 if rank else 8, 300), (4, 300 + rank)):
         params, optimizer = make(bits, bucket_cap_mb=bucket_cap(numel))
         give(params, rank, 0)
-        with pytest.raises(ValueError, match="differ from rank 0 in warmup_bits, bucket_cap_mb, or the parameters"):
+        with pytest.raises(ValueError, match="differ from rank 0 in the optimizer, its step or its options"):
             average_gradients(optimizer)
 
 
@@ -324,6 +324,56 @@ def test_integers_before_clipping_and_signs_after_it_share_their_errors(
     assert step == 13
 
 
+# -- errors change where a step uses the gradients ---------------------------------------------------------------------
+
+
+class Matrices(nn.Module):
+    """Two matrices with the gradients that they are given, one of which is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
+
+    def forward(self, scale: float, rank: int, step: int, second: bool = True) -> torch.Tensor:
+        return sum(((p * noise(rank, step, p)).sum() for p in (self.first, self.second)[: 1 + second]), 0) * scale
+
+
+def noise(rank: int, step: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+@pytest.mark.parametrize("hook", [True, False])
+@on_ranks(2)
+def test_errors_change_only_where_a_step_takes_the_gradients(rank: int, world_size: int, hook: bool) -> None:
+    """Larger gradients are dropped by zero_grad(); one parameter is used in every second step."""
+    for name, schedule in (
+        ("OnebitAdam", {"freeze_step": 1000}),
+        ("OnebitLamb", {"freeze_step": 1000}),
+        ("ZeroOneAdam", {"var_freeze_step": 1000, "var_update_scaler": 1000}),
+    ):
+        net = Matrices()
+        optimizer = getattr(hf_compressopt, name)(net.parameters(), warmup_bits=4, **schedule)
+        model = DistributedDataParallel(net, find_unused_parameters=True) if hook else net
+        if hook:
+            attach_ddp(model, optimizer)
+        missed = [torch.zeros(64, 64) for _ in range(2)]
+        for step in range(40):
+            used = step % 2 == 0
+            for dropped in (True, False):
+                model(100.0 if dropped else 1.0, rank, step + 500 * dropped, used).backward()
+                if not hook:
+                    average_gradients(optimizer)
+                if dropped:
+                    optimizer.zero_grad()
+            for error, p in zip(missed, net.parameters(), strict=True):
+                if p.grad is not None:
+                    error += p.grad - sum(noise(r, step, p) for r in range(world_size)) / world_size
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.warmup_gradients.in_use
+        assert all(float(error.square().mean().sqrt()) < 0.3 for error in missed), (name, missed)
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -424,6 +474,8 @@ def test_each_parameter_travels_as_its_owner_says(rank: int, world_size: int) ->
     low = hf_compressopt.OnebitAdam(net[0].parameters(), warmup_bits=4)
     late = hf_compressopt.OnebitAdam(net[1].parameters(), warmup_bits=4, freeze_step=1)
     sync = attach_ddp(ddp, low, late)
+    for optimizer in (low, late):
+        optimizer.require_same_options()  # whose messages do not count below
     for step, expected in enumerate(([True, "exact"] * 2, [True, "exact", "local", "local"])):
         x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * rank + step))
         messages = [recorded(communicator) for communicator in (low.communicator, late.communicator)]

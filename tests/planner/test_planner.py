@@ -152,16 +152,21 @@ def test_low_bit_gradients_leave_during_the_backward_pass(
     assert model.low_bit(8).sent == pytest.approx(count * numel * (1 + 2 / 128), rel=1e-3)
 
 
-def averaged(numel: int, compression: str = "int4", **options: Any) -> GradientCompression:
-    param = torch.nn.Parameter(torch.zeros(numel))
-    found = GradientCompression([param], compression, bucket_cap_mb=0.05, **options)
-    param.grad = torch.ones(numel)
+MATRIX = [(200, 200)]
+BESIDE_VECTORS = [(500,), (200, 195), (500,)]
+
+
+def averaged(shapes: list[tuple[int, ...]], compression: str = "int4", **options: Any) -> GradientCompression:
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    found = GradientCompression(params, compression, bucket_cap_mb=0.05, **options)
+    for param in params:
+        param.grad = torch.ones_like(param)
     found.average_gradients()
     return found
 
 
 def warmup_bytes(zero_stage: int) -> float:
-    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((500,), (200, 195), (500,))]
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in BESIDE_VECTORS]
     optimizer = OnebitAdam(params, zero_stage=zero_stage)
     for param in params:
         param.grad = torch.ones_like(param)
@@ -175,9 +180,11 @@ def warmup_bytes(zero_stage: int) -> float:
 def test_bytes_of_integers_are_those_that_are_sent(rank: int, world_size: int) -> None:
     model = Model(Training(40_000, 1.0, bucket_cap_mb=0.05), Cluster(world_size, 1, 1e9))
     for bits in (4, 8):
-        sent = averaged(40_000, f"int{bits}").metrics()["bytes_sent_step"]
+        sent = averaged(MATRIX, f"int{bits}").metrics()["bytes_sent_step"]
         assert sent == pytest.approx(model.low_bit(bits).sent, rel=0.005)
     model = Model(Training(40_000, 1.0, in_full=1000), Cluster(world_size, 1, 1e9))
+    found = averaged(BESIDE_VECTORS).metrics()["bytes_sent_step"]
+    assert found == pytest.approx(model.low_bit(4).sent, rel=0.02)
     for zero_stage, expected in enumerate((model.averaged(), model.shared_out())):
         total = torch.tensor(warmup_bytes(zero_stage))  # with zero_stage by where the small tensors' servers are
         dist.all_reduce(total)
@@ -190,7 +197,7 @@ def test_bytes_and_errors_in_two_levels_are_those_of_real_ranks(rank: int, world
     training = Training(numel, 1.0, bucket_cap_mb=0.05)
     levels, flat = (Model(training, Cluster(2, 2, 1e9, topology=topology)) for topology in ("auto", "flat"))
     step, expected = levels.low_bit(4), report.Buckets(numel, 4, 13_107, 2).errors
-    state = averaged(numel, node_size=2)
+    state = averaged(MATRIX, node_size=2)
     sent = state.metrics()
     assert state.errors.worker.nbytes + state.errors.server.nbytes == pytest.approx(expected, rel=0.01)
     of_node = torch.tensor([sent["bytes_sent_step"], sent["bytes_sent_in_node"]])
