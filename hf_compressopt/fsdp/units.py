@@ -53,8 +53,7 @@ class Unit:
     @property
     def params(self) -> list[Any]:
         """The trainable parameters, as DTensors."""
-        found = [param.sharded_param for param in self.group.fsdp_params]
-        return [param for param in found if param.requires_grad]
+        return [param for param in map(_parameter_of, self.group.fsdp_params) if param.requires_grad]
 
     def places(self, shard: int) -> Iterator[tuple[str, int, int, int]]:
         """Yield for each parameter its name, the place and number of its elements in a shard, and the first of them."""
@@ -98,6 +97,14 @@ class Unit:
         return float(self.group.gradient_divide_factor)
 
 
+def _parameter_of(param: Any) -> Any:
+    """Return the parameter that a module has: loading may replace it, which FSDP2 notices in the next forward pass."""
+    from torch.distributed.tensor import DTensor
+
+    own = getattr(param._module_info.module, param._module_info.param_name, None)
+    return own if isinstance(own, DTensor) else param.sharded_param
+
+
 def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
     from torch.distributed.fsdp import FSDPModule  # seconds, for those who use it
 
@@ -127,14 +134,14 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
                 "that, so that grad_compression cannot work there"
             )
         for group in groups:
-            params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+            params = [p for p in group.fsdp_params if _parameter_of(p).requires_grad]
             if params or mesh.ndim == 1:
                 _check(group, module, mesh)
-            for p in params:
-                if p.sharded_param.dtype not in _FLOATS:
-                    name, dtype = names.get(p.sharded_param, "a parameter"), p.sharded_param.dtype
-                    raise TypeError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
-            known = tuple(names.get(p.sharded_param, "?") for p in params)
+            for param in map(_parameter_of, params):
+                if param.dtype not in _FLOATS:
+                    name = names.get(param, "a parameter")
+                    raise TypeError(f"{name} must be float32, bfloat16 or float16, got {param.dtype}")
+            known = tuple(names.get(_parameter_of(p), "?") for p in params)
             numels = tuple(p.padded_sharded_param_size.numel() for p in params)
             found.setdefault(id(group), Unit(known, numels, module, group))
     return list(found.values())
