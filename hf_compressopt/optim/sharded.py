@@ -8,6 +8,7 @@ gradient of rank r:
     rank j: messages <- Q(d);  server_error <- d - Q(d)                                                 (3)
     all ranks: p <- p (1 - lr wd) + Q(d)                                                                (4)
 
+Worker errors of parameters without a gradient on any rank stay, since nobody takes their part of the messages.
 Gradients of one dimension and of small parameters are summed in full precision instead of (1), without an error; what
 travels in full in the compressed stage too is updated in full precision instead of (3). All ranks apply the same
 messages, so that the parameters have the same bits everywhere, without masters. The server error is in the unit of the
@@ -54,7 +55,7 @@ from hf_compressopt.collectives.exchange import (
     run_tasks,
     summed,
 )
-from hf_compressopt.collectives.feedback import keep_, scale_
+from hf_compressopt.collectives.feedback import keep_, scale_, values_of
 from hf_compressopt.flat import Bucket, chunk_numel
 from hf_compressopt.kernels import SKETCH_NUMEL, Average, Combination, Errors, IntegerFormat, Segment, sum_of_squares
 from hf_compressopt.kernels.adam import AdamTensors
@@ -112,10 +113,14 @@ def _step_of_bucket(
 ) -> Task[None]:
     """Take the step of one bucket: send the gradients, update this rank's chunk, apply what all ranks have updated."""
     bucket, form = state.layout.buckets[number], IntegerFormat(bits)
-    mean = None if sent is None else sent.take_mean(state, bucket, feedback)
-    if mean is None:
-        segments = state.gradient_segments(bucket, grads)
-        mean = yield from _mean_of_chunk(state, number, segments, 1.0, feedback.worker, feedback.worker, form)
+    found = None if sent is None else sent.take_mean(state, bucket)
+    if found is None:
+        segments, old = state.gradient_segments(bucket, grads), feedback.worker
+        errors = old if all(present[piece.index] for piece in bucket.pieces) else tuple(map(like_errors, old))
+        values = yield from _mean_of_chunk(state, number, segments, 1.0, old, errors, form)
+        found = _SentMean(values, errors)
+    _keep_errors(state, number, found.errors, present)
+    mean = found.values
     update = _update(state, number, mean, present, fused=fused) if mean.numel() else mean
     decay = 1 - float(state.options["lr"]) * state.options["weight_decay"]
     if bucket.in_full:
@@ -135,6 +140,26 @@ def _step_of_bucket(
             if any(present[segment.index] == here for segment in params):
                 chosen = [s if present[s.index] == here else replace(s, tensor=None) for s in params]
                 kernels.on(together).add_(changes, chosen, factor)
+
+
+def _keep_errors(state: GroupState, number: int, errors: Sequence[Errors], present: Sequence[bool]) -> None:
+    """Take over new worker errors of a bucket; those of what no rank has a gradient of stay as they were."""
+    bucket = state.layout.buckets[number]
+    stop = state.errors.sent_range(bucket)[0]
+    for old, new in zip(state.feedback[number].worker, errors, strict=True):
+        start, stop = stop, stop + old.numel()
+        if old is new:
+            continue
+        absent = [piece for piece in bucket.pieces if not present[piece.index]]
+        ranges = [(max(start, each.offset) - start, min(stop, each.offset + each.numel) - start) for each in absent]
+        if any(first < last for first, last in ranges):  # nobody took the part of their errors that was sent
+            values, before = values_of(new), values_of(old)
+            for first, last in ranges:
+                if first < last:
+                    values[first:last] = before[first:last]
+            keep_(old, values)
+        else:
+            tensor_of(old).copy_(tensor_of(new))
 
 
 def _gather_values(state: GroupState, bucket: Bucket, values: Tensor) -> Task[Tensor]:
@@ -587,14 +612,9 @@ class FreedGradients(EarlyMessages):
         """Return for each parameter of a group whether this rank had a gradient: as ``others`` say if none was sent."""
         return self._sent.present.get(state.number, others) if self.holds_gradients() else others
 
-    def take_mean(self, state: GroupState, bucket: Bucket, feedback: BucketErrors) -> Tensor | None:
-        """Return the mean of this rank's chunk, [n_own] float32, clipped, and write the worker error; None if none."""
-        mean = self._sent.means.pop((state.number, bucket.start), None)
-        if mean is None:
-            return None
-        for place, new in zip(feedback.worker, mean.errors, strict=True):
-            tensor_of(place).copy_(tensor_of(new))
-        return mean.values
+    def take_mean(self, state: GroupState, bucket: Bucket) -> _SentMean | None:
+        """Return the mean of this rank's chunk, clipped, and the new worker errors; None if nothing was sent."""
+        return self._sent.means.pop((state.number, bucket.start), None)
 
     def note_loss_scale(self, scale: float) -> None:
         """Divide the factor out of what the warmup stage has sent under another one; raise in the compressed stage."""

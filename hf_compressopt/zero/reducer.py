@@ -9,6 +9,9 @@ the owner averages in float32, in rank order:
 
     u_r = g_r + worker_error;  message <- Q(u_r);  worker_error <- u_r - Q(u_r);  g = mean_r Q(u_r)     (1)
 
+The errors change in the step; those of parameters without a gradient on any rank stay, since nobody takes their part of
+the messages.
+
 Parameters come down as differences (SDP4Bit, arXiv 2410.15526). The owner has float32 masters, and all ranks have alike
 replicas, the parameters that the model computes with:
 
@@ -44,7 +47,7 @@ from hf_compressopt.collectives.exchange import (
     scatter_sums,
     summed,
 )
-from hf_compressopt.collectives.feedback import scale_
+from hf_compressopt.collectives.feedback import keep_, scale_, values_of
 from hf_compressopt.flat import FLOAT_BYTES, Span
 from hf_compressopt.kernels import Average, Combination, CompactErrors, IntegerFormat, Segment, sum_of_squares
 from hf_compressopt.kernels.memory import flat_view, in_memory, is_direct, numbers_on
@@ -104,8 +107,18 @@ class SliceGradients:
         nodes = self.communicator.topology.nodes  # as many as ranks, if the topology is flat
         self.errors = CompactErrors.zeros(nodes * self.cut.part_numel, nodes, self.device)
 
-    def keep_errors(self) -> None:
-        self.errors, self.pending = self.pending or self.errors, None
+    def keep_errors(self, present: Sequence[bool]) -> None:
+        """Take over the errors since the last step; those of what is not ``present`` on any rank stay as they were."""
+        old, new = self.errors, self.pending
+        if old is None or new is None:
+            return
+        absent = [row for number, rows in self.error_places.items() if not present[number] for row in rows]
+        if absent:  # nobody took the part of their errors that was sent
+            values, before = values_of(new), values_of(old)
+            for begin, span in absent:
+                values[begin : begin + span.numel] = before[begin : begin + span.numel]
+            keep_(new, values)
+        self.errors, self.pending = new, None
 
     def begin(self) -> None:
         self.buffer, self.sent, self.filled = None, False, set()

@@ -279,6 +279,27 @@ def test_unusual_groups(rank: int, world_size: int, stage: int) -> None:
     assert {moment.device.type for moment in state.moments.shards.exp_avg + state.moments.shards.exp_avg_sq} == {"meta"}
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_what_no_rank_uses_in_every_second_step_keeps_its_errors(rank: int, world_size: int, stage: int) -> None:
+    """Of 50 gradients each, which Adam with a large epsilon adds up; one bucket, and buckets that cut parameters."""
+    for options in ({}, {"bucket_cap_mb": 0.01, "fused_warmup": True}):
+        always, other = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
+        given: dict[str, Any] = {"lr": 1e6, "eps": 1e6, "betas": (0.0, 0.999), "freeze_step": 1000, **options}
+        optimizer = OnebitAdam([always, other], zero_stage=stage, **given)
+        mean = torch.zeros(64, 64)
+        for step in range(100):
+            grads = [torch.randn(64, 64, generator=torch.Generator().manual_seed(1000 * r + step)) for r in range(2)]
+            loss = (always * grads[rank]).sum()
+            if step % 2 == 0:
+                loss = loss + (other * grads[rank]).sum()
+                mean += sum(grads) / world_size
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert float((other + mean).square().mean().sqrt()) < 0.4, options
+
+
 @on_ranks(2)
 def test_state_of_other_ranks_is_refused(rank: int, world_size: int) -> None:
     _, optimizer = make_by_hand(rank, 2, **ZERO_1)

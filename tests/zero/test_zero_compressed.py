@@ -136,6 +136,25 @@ def test_a_step_that_is_not_taken_leaves_no_trace(rank: int, world_size: int) ->
     assert list(different(bits(plain), bits(second))) == []
 
 
+@pytest.mark.parametrize("node_size", [1, pytest.param(2, marks=pytest.mark.full)])
+@on_ranks(4)
+def test_what_no_rank_uses_in_every_second_step_keeps_its_errors(rank: int, world_size: int, node_size: int) -> None:
+    """Of 50 gradients each; both parameters in one slice, and each in its own."""
+    for options in ({}, {"reduce_bucket_size": 64 * 64}, {"stage": 1}):
+        always, other = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
+        given = {"grad_compression": "int4", "node_size": node_size, **options}
+        optimizer = ZeroOptimizer([always, other], torch.optim.SGD, lr=1.0, **given)
+        mean = torch.zeros(64, 64)
+        for step in range(100):
+            grads = [torch.randn(64, 64, generator=torch.Generator().manual_seed(1000 * r + step)) for r in range(4)]
+            (always * grads[rank]).sum().backward()
+            if step % 2 == 0:
+                (other * grads[rank]).sum().backward()
+                mean += sum(grads) / world_size
+            optimizer.step()
+        assert float((other + mean).square().mean().sqrt()) < 0.3, options
+
+
 @on_ranks(3)
 def test_masters_are_read_written_and_lent(rank: int, world_size: int) -> None:
     """Masters are what is read, written and lent; values that other code writes into parameters reach them."""
