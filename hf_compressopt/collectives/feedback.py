@@ -464,7 +464,8 @@ class HandedOut:
                 self._look(written=None if is_first else False)
             if self._used:
                 self._commit(closes=False)
-            if self._unused_passes is not None and self._watches_steps:
+            adds_up = any((self._kept or {}).values())
+            if self._unused_passes is not None and self._watches_steps and not adds_up:
                 self._unused_passes += 1
                 if self._unused_passes == _UNUSED_PASSES:
                     logger.warning(
@@ -514,9 +515,12 @@ class HandedOut:
 
 
 def _version(param: Tensor) -> int:
-    """Return the version of a gradient; that of a DTensor's own part, which is what others write to."""
+    """Return a number that grows where a gradient is written; FSDP2 writes to a DTensor's own part, others to all."""
     grad = param.grad
-    return -1 if grad is None else int(getattr(grad, "_local_tensor", grad)._version)
+    if grad is None:
+        return -1
+    own = getattr(grad, "_local_tensor", None)
+    return int(grad._version) + (0 if own is None else int(own._version))
 
 
 def _weak_hook(begins: WeakMethod[Callable[[], None]]) -> Callable[[Tensor], None]:

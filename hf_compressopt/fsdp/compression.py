@@ -88,7 +88,6 @@ class UnitErrors:
         else:
             self.layout = rows_layout(unit.numel, bucket_numel, ranks.world_size)
         self.kept = ErrorFeedback(self.layout, ranks, unit.device, compact=compact, used=True, served=replicated)
-        self.members = Members(self.kept, unit.params, as_one=not replicated)
         self.goes_on: Sequence[bool] = ()  # whose gradients of earlier passes are in those of the pass under way
         self.used = False  # in the pass under way
         self.waiting: Tensor | None = None  # gradients of earlier passes that have not been exchanged
@@ -100,10 +99,22 @@ class UnitErrors:
         of = self.kept, self.layout, self._params, ranks, 0, bits
         self._buckets = low_bit_buckets(*of, in_full=in_full) if replicated else []
 
+    @property
+    def members(self) -> Members:
+        """The errors, and the parameters that the unit has now."""
+        return Members(self.kept, self.unit.params, as_one=not self.replicated)
+
+    def begin_pass(self, kept: Sequence[bool]) -> None:
+        """Begin a pass; ``kept`` are the parameters whose earlier gradients are still there, empty is none."""
+        self.used, self.goes_on = False, kept
+        if self.waiting is not None:
+            flags = kept or [False] * len(self.unit.params)
+            for part, each in zip(torch.split(self.waiting, list(self.unit.numels)), flags, strict=True):
+                if not each:
+                    part.zero_()  # it was dropped
+
     def holds_back(self, grads: Tensor) -> bool:
         """Add up the gradients of passes after which more are to come; FSDP2 gets zeros for them meanwhile."""
-        if self.waiting is not None and all(param.grad is None for param in self.unit.params):
-            self.waiting = None  # they were dropped
         if self.unit.more_to_come:
             self.waiting = grads.clone() if self.waiting is None else self.waiting.add_(grads)
             grads.zero_()
@@ -182,10 +193,14 @@ class UnitErrors:
                 yield Segment(None, 0, stop - start, 0)
             place = max(place, stop)
 
-    def end_pass(self, fault: Tensor) -> None:
+    def end_pass(self, fault: bool | Tensor) -> None:
         """Note whether the gradients of the pass are not finite, [] bool. The host does not wait for a GPU."""
         if self.used:
             self.kept.spoil(fault)
+        elif not any(self.goes_on):
+            self.kept.drop()  # with the gradients of earlier passes
+        elif self.kept.pending is not None:
+            self.kept.begin(self.goes_on)  # some of them are still there
         self.used, self.goes_on = False, ()
 
     def runs(self, values: tuple[Tensor, Tensor], own: int) -> Iterator[tuple[str, int, int, Tensor]]:
@@ -212,6 +227,10 @@ class Allocator:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory for gathered parameters, or for gradients."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+def _members(units: Sequence[UnitErrors]) -> list[Members]:
+    return [errors.members for errors in units]
 
 
 class FSDPCompression:
@@ -263,8 +282,8 @@ class FSDPCompression:
         self._loss_scale, self._scale = loss_scale, 1.0  # the latter in the pass under way
         self._checked, self._pass = False, -1
         self._faults: list[Tensor] = []
-        members = [errors.members for errors in self._units]
-        self._handed_out = HandedOut(lambda: members, watches_steps=True, hooks=False)
+        members = partial(_members, self._units)
+        self._handed_out = HandedOut(members, watches_steps=True, hooks=False)
         self._said_not_finite = 0  # passes whose gradients were not finite that the log has told of
         self._stream: torch.Stream | None = None
         if not self.replicated:
@@ -380,9 +399,9 @@ class FSDPCompression:
             return
         self._check_numel(errors.unit, grads.numel())
         self._keep_memory(grads)
+        self._enter_pass()
         if errors.holds_back(grads):
             return
-        self._enter_pass()
         self._faults += errors.average(grads, self._scale)
 
     def _scatter(self, errors: UnitErrors, shard: Tensor, grads: Tensor, op: Any) -> None:
@@ -418,7 +437,7 @@ class FSDPCompression:
         self._pass, self._faults, self._scale = task, [], scale_of(self._loss_scale)
         kept = self._handed_out.begin(is_first=True)
         for errors in self._units:
-            errors.used, errors.goes_on = False, kept(errors.members)
+            errors.begin_pass(kept(errors.members))
         Variable._execution_engine.queue_callback(self._end_pass)
 
     @torch.no_grad()
@@ -426,18 +445,25 @@ class FSDPCompression:
         """Decide together with the other shards whether the errors of the pass count."""
         if self._stream is not None:
             torch.accelerator.current_stream().wait_stream(self._stream)
-        fault = torch.stack(self._faults).any().to(torch.float32).view(1)
-        if self.replica.world_size > 1:
-            self.replica.all_reduce(fault, op="max").wait()
-        dropped = fault[0] > 0
+        exchanged = bool(self._faults)
+        dropped = self._is_faulty() if exchanged else False
         for errors in self._units:
             errors.end_pass(dropped)
-        self._skipped += dropped
         self._handed_out.hand_out()
         self._pass, self._faults = -1, []
+        if not exchanged:  # all gradients wait for a later pass
+            return
+        self._skipped += dropped
         self.steps += 1
         self.traffic.end_step()
         self._announcement.end(self)
+
+    def _is_faulty(self) -> Tensor:
+        """Return whether a gradient of any shard is not finite, [] bool. All ranks of a replica call."""
+        fault = torch.stack(self._faults).any().to(torch.float32).view(1)
+        if self.replica.world_size > 1:
+            self.replica.all_reduce(fault, op="max").wait()
+        return fault[0] > 0
 
     def _check_ranks(self) -> None:
         """Check once that all replicas have the same options, units and parameters; else a ValueError on all."""

@@ -1,6 +1,7 @@
 """FSDP2 without replicas, in low-bit messages between the ranks that share a model, on real gloo ranks.
 
-The oracle is one process with the whole model: float32 simulations of the messages of every unit, by its columns.
+The oracle is one process with the whole model: float32 simulations of the messages of every unit, by its columns, and
+means of small tensors in rank order.
 """
 
 from functools import partial
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from hf_compressopt import FSDPCompression, compress_fsdp
 from hf_compressopt.planner.report import FSDP2, memory_rows
 from tests.fsdp import test_fsdp_compression as hsdp
-from tests.oracles.simulation_integers import Simulation
+from tests.oracles.simulation_integers import Simulation, in_order
 from tests.support.harness import on_ranks, run_ranks
 
 # state, bits, accumulation, options of fully_shard
@@ -88,8 +89,17 @@ def simulated(
                 net(hsdp.data(rank, step, part), hsdp.uses(step)).pow(2).mean().backward()
             everyone.append({n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in names.items()})
         for members, unit in zip(hsdp.UNITS, columns, strict=True):
-            sent = np.stack([unit.flat([mine[n].numpy() for n in members]) for mine in everyone])
-            for n, mean in zip(members, unit.whole(unit.simulation.average(sent)), strict=True):
+            rows = [[mine[n].numpy() for mine in everyone] for n in members]
+            small = [hsdp.travels_in_full(tensors[0]) for tensors in rows]
+            sent = np.stack(
+                [
+                    unit.flat([t[rank] * np.float32(not each) for t, each in zip(rows, small, strict=True)])
+                    for rank in range(ranks)
+                ]
+            )
+            means = unit.whole(unit.simulation.average(sent))
+            for n, mean, tensors, each in zip(members, means, rows, small, strict=True):
+                mean = in_order(tensors) * np.float32(1 / ranks) if each else mean
                 names[n].grad = torch.from_numpy(mean.copy())
         history.append({n: names[n].grad.numpy().copy() for members in hsdp.UNITS for n in members})
         optimizer.step()
@@ -149,6 +159,8 @@ def precisions(rank: int) -> None:
             asked = mock.Mock(return_value=scale)
             compression = bits and compress_fsdp(net, mesh, bits, loss_scale=asked)
             (net(hsdp.data(rank, 0).to(dtype)).float().pow(2).mean() * scale * times).backward()
+            if compression:
+                compression.step_taken()
             assert asked.call_count == bool(bits)  # a GPU's host waits for it: once in a pass, not for each unit
             found.append((hsdp.local(net), hsdp.errors_of(compression) if compression else {}))
         (plain, _), (grads, errors), (scaled, scaled_errors) = found
@@ -232,8 +244,9 @@ def resumed(rank: int, world_size: int, folder: str) -> tuple[dict[str, float], 
 
 def test_resumes_and_sends_and_holds_what_the_planner_says(tmp_path: Path) -> None:
     for metrics, said, held in run_ranks(4, resumed, str(tmp_path), timeout=240):
-        values = 2 * (64 * 256 + 64)  # of a shard
-        assert metrics["bytes_sent_step"] == pytest.approx(3 * values * (0.5 + 2 / 128), rel=0.01)
+        biases = 2 * 64  # of a shard, in full
+        values = 2 * 64 * 256 + biases
+        assert metrics["bytes_sent_step"] == pytest.approx(3 * (values * (0.5 + 2 / 128) + 4 * biases), rel=0.01)
         assert metrics["compression_ratio"] == pytest.approx(3 * 4 * values / metrics["bytes_sent_step"])
         assert metrics["compression_ratio"] > 7.5
         plain, grads = (memory_rows(4 * values, 4, torch.float32, 2, 25.0)[name] for name in FSDP2)
