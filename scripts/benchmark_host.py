@@ -57,17 +57,17 @@ _COPYING = ("tensor", "as_tensor", "scalar_tensor")
 Step = Callable[[], object]
 
 
-class Vectors(nn.Module):
+class Matrices(nn.Module):
     """One parameter per bucket, and a loss whose gradient is a constant of the rank."""
 
     def __init__(self, buckets: int, numel: int) -> None:
         super().__init__()
-        self.values = nn.ParameterList(nn.Parameter(torch.ones(numel)) for _ in range(buckets))
+        self.values = nn.ParameterList(nn.Parameter(torch.ones(numel, 1)) for _ in range(buckets))
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.gradients = [torch.randn(numel, generator=generator) for _ in range(buckets)]
 
     def forward(self) -> Tensor:
-        return torch.stack([a @ b for a, b in zip(self.values, self.gradients, strict=True)]).sum()
+        return torch.stack([a.view(-1) @ b for a, b in zip(self.values, self.gradients, strict=True)]).sum()
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Training(Given):
     """A variant: a model, and what follows its backward; it has done what only first steps do."""
 
     def __init__(self, name: str, buckets: int, numel: int) -> None:
-        self.model: nn.Module = Vectors(buckets, numel)
+        self.model: nn.Module = Matrices(buckets, numel)
         super().__init__(list(self.model.parameters()), 4 * numel / 2**20)
         self._after = METHODS[name](self)
         for _ in range(SETTLING):

@@ -121,7 +121,7 @@ def test_a_trainer_that_is_older_than_the_registration_trains(first: str, option
     found = run_ranks(2, registered_late, str(tmp_path), options, first, timeout=120)[0]
     ratios = [row.get("compressopt/compression_ratio") for row in found["history"] if "loss" in row][-3:]
     assert found["model"] == "DistributedDataParallel"
-    assert ratios == [None] * 3 if options is None else all(ratio > 7 for ratio in ratios)
+    assert ratios == [None] * 3 if options is None else all(ratio > 5.5 for ratio in ratios)
 
 
 INSTEAD = {

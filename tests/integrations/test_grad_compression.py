@@ -32,7 +32,7 @@ def test_every_optimizer_takes_compressed_gradients(optimizer: str, tmp_path: Pa
     ranks = run(arguments, tmp_path, world_size=3)
     for result in ranks:
         assert all(result["alike"])
-        assert result["history"][-2]["compressopt/compression_ratio"] > 3.5
+        assert result["history"][-2]["compressopt/compression_ratio"] > 3.3
 
 
 @on_ranks(2, timeout=240)
@@ -41,7 +41,7 @@ def test_the_environment_asks_for_it_too(rank: int, world_size: int, tmp_path: P
         patch.setenv("COMPRESSOPT_GRAD_COMPRESSION", "int4")
         run = Run({"output_dir": str(tmp_path), "optim": "adamw_torch", "max_steps": 2})
         result = train(rank, world_size, run)
-    assert rank or result["history"][-2]["compressopt/compression_ratio"] > 7
+    assert rank or result["history"][-2]["compressopt/compression_ratio"] > 5.5
 
 
 @pytest.mark.invariant(21)
@@ -81,7 +81,7 @@ def test_accelerate_compresses_for_any_optimizer(rank: int, world_size: int, opt
         assert same_on_all_ranks(model.parameters())
     (state,) = accelerator._compressopt.models.compressions()
     metrics = state.metrics()
-    assert type(stepper.optimizer).__name__ == optimizer and metrics["compression_ratio"] > 7
+    assert type(stepper.optimizer).__name__ == optimizer and metrics["compression_ratio"] > 5
     assert metrics["bytes_sent"] == 6 * metrics["bytes_sent_step"]
     assert state.layout.bucket_numel == int(cap.get("bucket_cap_mb", 1) * 2**20 / 4)
 

@@ -254,7 +254,7 @@ def test_accelerate_compresses_and_resumes(replicas: int, tmp_path: Path) -> Non
     ranks = run_ranks(4, train, str(tmp_path), False, replicas, timeout=240)
     for rank in (0, 1) if replicas > 1 else ():
         assert ranks[rank]["weights"].tobytes() == ranks[rank + 2]["weights"].tobytes()
-    assert all(result["steps"] == 6 and result["compression_ratio"] > 7 for result in ranks)
+    assert all(result["steps"] == 6 and result["compression_ratio"] > 5.5 for result in ranks)
     assert ranks[0]["losses"][-1] < ranks[0]["losses"][0]
     for result, again in zip(ranks, run_ranks(4, train, str(tmp_path), True, replicas, timeout=240), strict=True):
         assert again["losses"] == result["losses"][6:]

@@ -87,7 +87,7 @@ def test_every_method_trains_as_adamw_torch_under_ddp(name: str, tmp_path: Path)
     assert all(found[zero]["fused"] == FUSED for zero in ("ZeRO-1", "ZeRO-2"))
     assert losses(found["int4"])[0] == losses(plain)[0] and losses(found["int4"]) != losses(plain)
     last = [row for row in found["int4"]["history"] if "loss" in row][-1]
-    assert 7.0 < last["compressopt/compression_ratio"] < 7.8
+    assert 5.5 < last["compressopt/compression_ratio"] < 7.8  # small tensors travel in full
     assert last["compressopt/bytes_sent"] > 5 * last["compressopt/bytes_sent_step"]
 
 
@@ -321,8 +321,8 @@ def test_trainer_trains_in_two_levels(optim: str, tmp_path: Path) -> None:
     one, two = ([row for row in result["history"] if "loss" in row][-1] for result in (flat, levels))
     assert "compressopt/bytes_sent_in_node" not in one and two["compressopt/bytes_sent_in_node"] > 0
     if optim != "onebit_adam":  # OnebitAdam's sketch is most of what it sends for so small a model
-        # a rank's part to 1 other rank instead of to 3
-        assert two["compressopt/bytes_sent_step"] < 0.36 * one["compressopt/bytes_sent_step"]
+        # a rank's part to 1 other rank instead of to 3, beside small tensors in full
+        assert two["compressopt/bytes_sent_step"] < 0.5 * one["compressopt/bytes_sent_step"]
 
 
 # -- inside a local interval of 0/1 Adam every rank has its own parameters, and one rank alone may save ---------------

@@ -153,7 +153,7 @@ def test_trainer_trains_it_compressed_and_resumes_bitwise(tmp_path: Path) -> Non
     for result in int4:
         assert result["optimizer"] == "MuonAdamW" and all(result["alike"]) and len(result["alike"]) == 8
     assert losses(int4[0])[0] == losses(plain)[0] and losses(int4[0]) == pytest.approx(losses(plain), abs=0.06)
-    assert [row for row in int4[0]["history"] if "loss" in row][-1]["compressopt/compression_ratio"] > 7
+    assert [row for row in int4[0]["history"] if "loss" in row][-1]["compressopt/compression_ratio"] > 5.5
     again = run(tmp_path / "again", "grad_compression=int4,momentum=0.9", resume=str(tmp_path / "int4/checkpoint-4"))
     for mine, theirs in zip(again, int4, strict=True):
         assert equal_params(mine["params"], theirs["params"])
@@ -169,7 +169,7 @@ def test_trainer_takes_it_by_a_factory(rank: int, world_size: int, tmp_path: Pat
     trainer.train()
     groups = trainer.optimizer.optimizer.param_groups
     assert [g["muon"] for g in groups] == [True, False, False] and groups[0]["momentum"] == 0.5
-    assert trainer.state.log_history[-2]["compressopt/compression_ratio"] > 7
+    assert trainer.state.log_history[-2]["compressopt/compression_ratio"] > 5.5
 
 
 @needs_muon
