@@ -118,7 +118,7 @@ def train_embedding(rank, world_size, lr, floor, largest):
     """Largest move and largest |m| of each of 100 compressed steps, and mean(v) as it was before the floor."""
     freeze_step, (rows, columns) = 20, (64, 16)
     p = torch.nn.Parameter(torch.zeros(rows, columns))
-    optimizer = OnebitAdam([p], lr=lr, freeze_step=freeze_step, variance_floor=floor, scale_block=64)
+    optimizer = OnebitAdam([p], lr=lr, freeze_step=freeze_step, variance_floor=floor, scale_block=64, max_update=0)
     generator = torch.Generator().manual_seed(rank)
     variance = torch.zeros(rows, columns, dtype=torch.float64)
     moves, scales = [], []
