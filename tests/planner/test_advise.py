@@ -235,7 +235,7 @@ def test_a_launch_that_cannot_be_is_said(
 @pytest.mark.parametrize("launcher", [torchrun, accelerate_launch])
 def test_real_launchers(launcher: Callable[[int], list[str]]) -> None:
     done = run([*launcher(2), *MODULE, "--params", "1e5", "--compute-seconds", "0.1"])
-    assert done.stdout.count("\nuse --optim ") == 1
+    assert done.stdout.count("use --optim ") == 1
     for collective in link.COLLECTIVES:
         assert f"measured the link, {collective}: " in done.stdout
     help_text = run([sys.executable, *MODULE, "--help"]).stdout
