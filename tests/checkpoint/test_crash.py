@@ -66,7 +66,7 @@ def take_compact_form(optimizer: Any) -> None:
         if state.compact:
             cut = optimizer.bucket_numel, state.communicator.world_size, optimizer.scale_block
             state.moments.freeze()
-            state.moments.last = room_for_messages(state.layout.numel, *cut, state.device)
+            state.moments.last = room_for_messages(state.layout, *cut, state.device)
             state.moments.settle()
 
 
