@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +46,10 @@ def fill(optimizer: Any, version: float) -> None:
     """Give every tensor of the state, every error and the step this value, and bytes the value of :func:`marker`."""
     for state in optimizer._states:
         moments = state.moments
-        messages = [average.messages for average in moments.last.values()]
-        for tensor in (state.errors.worker, state.errors.server, moments.codes, moments.tops, *messages):
+        averages = [
+            average.values if average.messages is None else average.messages for average in moments.last.values()
+        ]
+        for tensor in (state.errors.worker, state.errors.server, moments.codes, moments.tops, *averages):
             tensor.fill_(marker(version, tensor))
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -149,6 +152,8 @@ def one_life(folder: Path, how: str, version: int, chance: random.Random) -> tup
         if (child := os.fork()) == 0:
             try:
                 save_again_and_again(rank, store, folder, how, version, progress, death if rank == victim else None)
+            except Exception:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         ranks.append(child)

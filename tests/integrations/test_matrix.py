@@ -304,4 +304,6 @@ def test_trainer_compresses_and_resumes(replicas: int, tmp_path: Path) -> None:
         assert result["weights"].tobytes() == other["weights"].tobytes()
         assert result["steps"] == other["steps"] == 8
     last = [row for row in ranks[0]["history"] if "loss" in row][-1]
-    assert last["compressopt/compression_ratio"] > 7
+    assert (
+        last["compressopt/compression_ratio"] > 5.8
+    )  # more than a seventh of this model are vectors, which travel in full

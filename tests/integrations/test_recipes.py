@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_compressopt.kernels import messages
 from tests.support.harness import run_ranks
 from tests.support.launching import REPO_ROOT, environment, free_port, run, run_python, torchrun
 from tests.support.trainer_runs import equal_params, small_llama, use_accelerate
@@ -45,6 +46,7 @@ def run_in_ranks(world_size: int, command: list[str]) -> None:
 
 def run_script(rank: int, world_size: int, command: list[str]) -> None:
     use_accelerate(rank, world_size)
+    messages.OWN_BLOCKS = 2  # as it is in the package, and in launched ranks
     before, sys.argv = sys.argv, command
     try:
         runpy.run_path(command[0], run_name="__main__")
@@ -93,7 +95,7 @@ def test_causal_lm_trains_evaluates_and_resumes_with_two_processes(launched: boo
         begin = {**CAUSAL_LM, "resume_from_checkpoint": "last"}  # there is none
         run_in_ranks(2, [*words("causal_lm", whole, begin), "--tiny"])
     assert logged(whole, "compressopt/stage") == [0.0, 0.0, 1.0, 1.0]
-    assert logged(whole, "compressopt/compression_ratio")[-1] > 30
+    assert logged(whole, "compressopt/compression_ratio")[-1] > 27
     assert check_resumed("causal_lm", whole, "checkpoint-3", CAUSAL_LM)["perplexity"] > 1
 
 
