@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -26,9 +26,10 @@ from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.grad_compression import check_state
-from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
+from hf_compressopt.kernels import Average, Combination, IntegerFormat
 from hf_compressopt.optim import options
 from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads
+from hf_compressopt.optim.bucket_step import BucketStep, Exchange, finish
 from hf_compressopt.optim.group import STATE, ExtraState, GroupState, ParamGroups, by_communicator, mean_variance_norm
 from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.math import evaluate, in_float32
@@ -48,8 +49,8 @@ FOUR_BITS_RATIO = 4096 * FLOAT_BYTES / IntegerFormat(4).nbytes(4096)
 class CompressedOptimizer(torch.optim.Optimizer):
     """The base of the compressed optimizers: stages, flat buffers, the pipeline, skips, clipping, metrics, state.
 
-    An algorithm subclasses it with a schedule (``schedule_class``), the local mathematics that makes a bucket's message
-    (:meth:`_prepare`), and the update by the message that comes back (:meth:`_apply`).
+    An algorithm subclasses it with a schedule (``schedule_class``), the step by averaged gradients
+    (:meth:`_warmup_step`), and a generator that takes the compressed step of one bucket (:meth:`_compressed`).
 
     With ``freeze_step="auto"`` the variance decides when the warmup stage ends (1-bit Adam, arXiv 2102.02888, section
     4.3; :func:`~hf_compressopt.schedules.variance_stability`), at the latest at ``max_freeze_step``, on all ranks.
@@ -214,7 +215,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._step, self._in_shards = 0, False
         self._announcement = Announcement()
         self._states: list[GroupState] = []
-        self._descents: dict[int, Descent] = {}  # of the step under way, by param group
         self._tensors: dict[str, Tensor] = {}  # state that belongs to no group, on the CPU, alike on all ranks
         self._norms: list[tuple[int, Tensor]] = []  # by step; of the history of norms, but still on the device
         self._chosen: dict[str, Any] = {"name": communicator, "cuda_aware": cuda_aware, "traffic": self.traffic}
@@ -226,7 +226,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         groups = ParamGroups(self._states, self.communicator, WeakCall(self._follow_parameters))
         self._fused_warmup = warmup_bits < 32
         self.warmup_bits, self.warmup_gradients = warmup_bits, WarmupGradients(warmup_bits, groups, self._tensors)
-        sends = groups, self._tensors, WeakCall(self._prepare)
+        sends = groups, self._tensors, WeakCall(self._message_of)
         if zero_stage == 2:
             self.freed = FreedGradients(*sends, WeakCall(self._begin_step), bits=warmup_bits, clips=max_grad_norm > 0)
         self.early_messages = self.freed or EarlyMessages(clip == "late", *sends)
@@ -251,23 +251,20 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # -- what an algorithm defines -------------------------------------------------------------------------------------
 
-    def _begin_buckets(self, plan: StepPlan, states: Sequence[GroupState]) -> None:
-        """Compute what the buckets of these param groups share in a compressed step."""
-        self._descents = {state.number: state.descent(self.max_update) for state in states}
-
-    def _prepare(
-        self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
-    ) -> Combination:
-        """Return what this rank wants to send of one bucket; it is read at once."""
-        raise NotImplementedError("abstract")
-
-    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
-        """Update the parameters from the compressed mean of one bucket, which is masked already."""
-        raise NotImplementedError("abstract")
-
-    def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
+    def _warmup_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
         """Take a step of one param group by averaged gradients."""
         state.take_adam_step(grads, fused=self._fused_warmup)
+
+    def _compressed(self, step: BucketStep) -> Exchange:
+        """Take the compressed step of one bucket: yield what this rank sends, once, and go on with the average."""
+        raise NotImplementedError("abstract")
+
+    def _begin_group(self, plan: StepPlan, state: GroupState) -> Any:
+        """Return what the buckets of a param group share in a compressed step: ``BucketStep.shared``."""
+        return state.descent(self.max_update)
+
+    def _end_group(self, plan: StepPlan, state: GroupState, shared: Any) -> None:
+        """Do what needs whole tensors, after the last bucket of a param group."""
 
     def _local_steps(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         """Take the steps that each rank takes alone, for algorithms whose plans have ``agree=False``."""
@@ -349,7 +346,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 continue  # an empty group of all ranks has nothing to average
             if not plan.reduce_grads or state.own_rank is not None:
                 grads = average_group(grads, state.layout, [p.shape for p in state.params], state.communicator)
-            self._uncompressed_step(state, grads)
+            self._warmup_step(state, grads)
         if shared_out:
             take_sharded_step(shared_out, gradients, self.freed, bits=self.warmup_bits, fused=self._fused_warmup)
         if not plan.agree:
@@ -363,33 +360,55 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         """Take the compressed step of some param groups: several buckets are on their way at the same time."""
-        self._begin_buckets(plan, states)
-        for _, together in by_communicator(states):
-            rows = list(
-                chain.from_iterable(zip(repeat(s), s.layout.buckets, s.feedback, strict=False) for s in together)
-            )
-            kinds = [row for row in rows if not row[1].in_full], [row for row in rows if row[1].in_full]
-            runs = (in_runs(kind, lambda row: row[1].numel, together[0].communicator) for kind in kinds)
-            run_tasks(self._step_of_buckets(plan, run, gradients) for run in chain.from_iterable(runs))
+        shared = {state.number: self._begin_group(plan, state) for state in states}
+        for communicator, together in by_communicator(states):
+            steps: list[BucketStep] = []
+            for state in together:
+                grads = gradients[state.number] if gradients else None
+                for bucket, errors in zip(state.layout.buckets, state.feedback, strict=True):
+                    steps.append(BucketStep(plan, state, bucket, errors, grads, shared[state.number]))
+            kinds = [[each for each in steps if each.bucket.in_full is in_full] for in_full in (False, True)]
+            runs = (in_runs(kind, lambda each: each.bucket.numel, communicator) for kind in kinds)
+            run_tasks(self._step_of_buckets(run) for run in chain.from_iterable(runs))
         for state in states:
             state.end_compressed_step()
+            self._end_group(plan, state, shared[state.number])
 
-    def _step_of_buckets(
-        self, plan: StepPlan, run: Sequence[tuple[GroupState, Bucket, BucketErrors]], gradients: Grads | None
-    ) -> Task[None]:
+    def _step_of_buckets(self, run: Sequence[BucketStep]) -> Task[None]:
         """Take the compressed step of a run of buckets: make the messages, exchange them, update the parameters."""
-        early, (first, *_) = self.early_messages, run[0]
-        averages = [early.take_average(*row) if early.enabled else None for row in run]
-        rows = [row for row, average in zip(run, averages, strict=True) if average is None]
-        found: list[Average] = []
-        if rows:  # whose messages were not sent during backward
-            zs = [self._prepare(plan, state, b, gradients[state.number] if gradients else []) for state, b, _ in rows]
-            form = first.form_of(run[0][1])
-            found = yield from all_reduce(zs, [feedback for _, _, feedback in rows], form, first.communicator)
+        averages = [self._take_early(step) for step in run]
+        exchanges = [self._compressed(step) for step in run]
+        messages = [next(exchange) for exchange in exchanges]
+        late = [number for number, average in enumerate(averages) if average is None]
+        if late:  # whose messages were not sent during backward
+            zs, errors = [messages[number] for number in late], [run[number].errors for number in late]
+            del messages
+            first = run[0].state
+            task = all_reduce(zs, errors, first.form_of(run[0].bucket), first.communicator)
             del zs
-        fresh = iter(found)
-        for (state, bucket, _), average in zip(run, averages, strict=True):
-            self._apply(plan, state, bucket, state.masked(bucket, average or next(fresh)))
+            for number, found in zip(late, (yield from task), strict=True):
+                averages[number] = found
+        for step, exchange, average in zip(run, exchanges, averages, strict=True):
+            assert average is not None
+            finish(exchange, step.state.masked(step.bucket, average))
+
+    def _take_early(self, step: BucketStep) -> Average | None:
+        """Return the average of a bucket whose message was sent during backward, and so needs no gradient."""
+        if not self.early_messages.enabled:
+            return None
+        average = self.early_messages.take_average(step.state, step.bucket, step.errors)
+        if average is not None:
+            step.grads = None
+        return average
+
+    def _message_of(
+        self, plan: StepPlan, state: GroupState, bucket: Bucket, errors: BucketErrors, grads: Sequence[Tensor | None]
+    ) -> Combination:
+        """Return what this rank sends of a bucket during backward; the step goes on with its average."""
+        exchange = self._compressed(BucketStep(plan, state, bucket, errors, grads))
+        message = next(exchange)
+        exchange.close()
+        return message
 
     def _end_warmup(self, plan: StepPlan) -> None:
         clipped = 1.0  # with zero_stage=1 gradients are clipped before they are sent

@@ -32,11 +32,10 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.flat import Bucket
-from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions, sum_of_squares
+from hf_compressopt.kernels import LambMoments, LambOptions, sum_of_squares
 from hf_compressopt.kernels.memory import numbers_on
-from hf_compressopt.optim.agreement import Grads
 from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.bucket_step import BucketStep, Exchange
 from hf_compressopt.optim.group import ExtraState, GroupState, has_own_groups
 from hf_compressopt.optim.math import (
     adam_fraction,
@@ -192,6 +191,14 @@ class OnebitLambSchedule(Schedule):
     low_bit_freeze_share: ClassVar[float] = 0.3
 
 
+@dataclass
+class _Shared:
+    """What the buckets of a param group share in a compressed step: see :func:`kernels.lamb_moments_`."""
+
+    options: LambOptions
+    sums: Tensor  # [parameters, 3] float64
+
+
 class OnebitLamb(CompressedOptimizer):
     """LAMB whose momentum crosses the network as signs, after a warmup stage of averaged gradients.
 
@@ -247,7 +254,6 @@ class OnebitLamb(CompressedOptimizer):
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-        self._begun: dict[int, tuple[LambOptions, Tensor]] = {}  # of the step under way; see kernels.lamb_moments_
         super().__init__(params, lr, **options)
         # native kernels and the reference round LAMB's norms differently
         self._alike = (f"kernels={kernels.implementation(self.communicator.device).split()[0]}",)
@@ -256,7 +262,7 @@ class OnebitLamb(CompressedOptimizer):
         """Return a copy of the last coefficients, one per trainable tensor, group by group."""
         return list(chain.from_iterable(state.extra["lamb_coeff"].tolist() for state in self._states))
 
-    def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
+    def _warmup_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
         indices = [index for index, grad in enumerate(grads) if grad is not None]
         present = [grad for grad in grads if grad is not None]
         for run in runs_of(present):
@@ -306,37 +312,25 @@ class OnebitLamb(CompressedOptimizer):
         self.communicator.all_reduce(total).wait()
         return total[0] / total[1]
 
-    def _prepare(
-        self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
-    ) -> Combination:
-        beta1, _ = state.options["betas"]
-        gradients = state.gradient_segments(bucket, grads)
-        exp_avg, scaling = state.exp_avg[bucket.start : bucket.stop], state.extra["scaling_coeff"]
-        return Combination(bucket.numel, state.device, exp_avg, beta1, gradients, 1 - beta1, scaling)  # (3)
+    def _begin_group(self, plan: StepPlan, state: GroupState) -> _Shared:
+        group, (beta1, beta2) = state.options, state.options["betas"]
+        bound = float(self.max_update or math.inf)
+        options = LambOptions(beta1, beta2, group["eps"], group["weight_decay"], group["eps_inside_sqrt"], bound)
+        return _Shared(options, torch.zeros(len(state.params), 3, dtype=torch.float64, device=state.device))
 
-    def _begin_buckets(self, plan: StepPlan, states: Sequence[GroupState]) -> None:
-        for state in states:
-            group, sums = state.options, torch.zeros(len(state.params), 3, dtype=torch.float64, device=state.device)
-            beta1, beta2 = group["betas"]
-            bound = float(self.max_update or math.inf)
-            options = LambOptions(beta1, beta2, group["eps"], group["weight_decay"], group["eps_inside_sqrt"], bound)
-            self._begun[state.number] = options, sums
+    def _compressed(self, step: BucketStep) -> Exchange:
+        """Take (3) and (4) of a bucket, and the sums of (5), which need whole tensors; :meth:`_end_group` moves."""
+        beta1, _ = step.options["betas"]
+        scaling = step.state.extra["scaling_coeff"]
+        average = yield step.message(step.exp_avg, beta1, 1 - beta1, scaling)  # (3)
+        moments = step.exp_avg, step.extra("exp_avg_sq_fresh"), step.variance
+        with step.parameters() as params:
+            update = LambMoments(average, *moments, params, scaling, step.shared.sums, step.shared.options)
+            step.kernels.lamb_moments_(update)  # (3), (4)
 
-    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
-        flat, (options, sums) = slice(bucket.start, bucket.stop), self._begun[state.number]
-        moments = state.exp_avg[flat], state.extra["exp_avg_sq_fresh"][flat], state.variance(bucket)
-        with state.parameter_segments(bucket) as params:
-            update = LambMoments(average, *moments, params, state.extra["scaling_coeff"], sums, options)
-            kernels.on(state.device).lamb_moments_(update)  # (3), (4)
-
-    def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
-        super()._compressed_step(plan, states, gradients)
-        for state in states:
-            self._move(state)
-
-    def _move(self, state: GroupState) -> None:
+    def _end_group(self, plan: StepPlan, state: GroupState, shared: _Shared) -> None:
         """Move the tensors of a group, with coefficients that are computed for all of them at once."""
-        layout, (options, sums) = state.layout, self._begun.pop(state.number)
+        layout, options, sums = state.layout, shared.options, shared.sums
         if not layout.numel:
             return
         moving = [i for i, p in enumerate(state.params) if layout.numels[i] and p.requires_grad]

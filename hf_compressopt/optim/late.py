@@ -39,7 +39,7 @@ LATE_CLIP = "late_clip"
 GROWTH = 2.0
 
 Grads = Sequence["Tensor | None"]
-Prepare = Callable[[StepPlan, GroupState, Bucket, Grads], Combination]
+MessageOf = Callable[[StepPlan, GroupState, Bucket, BucketErrors, Grads], Combination]
 Key = tuple[int, int]  # number of the param group, first element of the bucket
 
 
@@ -122,7 +122,10 @@ class SignBucket(GradientBucket):
     def average(cls, run: Sequence[SignBucket], grads: Mapping[Tensor, Tensor | None]) -> Task[tuple[None, Any]]:
         messages, old = run[0].messages, [b.state.feedback[b.number] for b in run]
         new = [feedback.like() for feedback in old]
-        zs = [messages.message(b.state, b.bucket, [grads.get(param) for param in b.params]) for b in run]
+        zs = [
+            messages.message(b.state, b.bucket, errors, [grads.get(param) for param in b.params])
+            for b, errors in zip(run, old, strict=True)
+        ]
         for bucket in run:
             messages.keep(bucket.key, None)
         task = all_reduce(zs, old, run[0].state.form_of(run[0].bucket), run[0].communicator, new)
@@ -169,8 +172,8 @@ class EarlyMessages:
 
     always = False  # whether the messages of every step are, so that a step without clipping says so
 
-    def __init__(self, enabled: bool, groups: ParamGroups, tensors: dict[str, Tensor], prepare: Prepare) -> None:
-        self.enabled, self._tensors, self._prepare = enabled, tensors, prepare
+    def __init__(self, enabled: bool, groups: ParamGroups, tensors: dict[str, Tensor], message_of: MessageOf) -> None:
+        self.enabled, self._tensors, self._message_of = enabled, tensors, message_of
         self._states, self._communicator, self._follow = groups
         self.agreed = True  # the ranks have agreed on the messages that count, or there are none
         self._arrived: dict[Key, Early | None] = {}  # those that count; None while one is on its way
@@ -224,9 +227,9 @@ class EarlyMessages:
         self._plan = plan
         self.backward = Backward(self._last_norm(), self._assumed_scale, self._communicator.world_size)
 
-    def message(self, state: GroupState, bucket: Bucket, grads: Grads) -> Combination:
+    def message(self, state: GroupState, bucket: Bucket, errors: BucketErrors, grads: Grads) -> Combination:
         """Return what is sent of a bucket, (1): of gradients with the loss scale."""
-        z = self._prepare(self._plan, state, bucket, grads)
+        z = self._message_of(self._plan, state, bucket, errors, grads)
         beta, segments = z.beta * self.backward.coefficient() / self.backward.loss_scale, z.grads or ()
         growth = self.backward.growth((state.number, bucket.start), segments, state.device)
         if growth is None:

@@ -23,13 +23,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_compressopt import kernels
-from hf_compressopt.flat import Bucket
-from hf_compressopt.kernels import AdamUpdate, Average, Combination
+from hf_compressopt.kernels import AdamUpdate
 from hf_compressopt.optim.agreement import CLIPS
 from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.bucket_step import BucketStep, Exchange
 from hf_compressopt.optim.group import GroupState
-from hf_compressopt.schedules import StepPlan
 
 
 class OnebitAdam(CompressedOptimizer):
@@ -104,20 +102,13 @@ class OnebitAdam(CompressedOptimizer):
         if self.freed is not None:
             self.freed.drop()
 
-    def _prepare(
-        self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
-    ) -> Combination:
-        beta1, _ = state.options["betas"]
-        gradients = state.gradient_segments(bucket, grads)
-        m = state.moments.momentum(bucket)
-        return Combination(bucket.numel, state.device, m.values, beta1, gradients, 1 - beta1, last=m)  # (4)
+    def _warmup_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
+        state.take_adam_step(grads, fused=self._fused_warmup)  # (1), (2), (3)
 
-    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
-        keeps, variance = state.keeps_average(bucket, average), state.variance(bucket)
-        exp_avg = None if keeps else state.moments.in_float32(bucket)
-        with state.parameter_segments(bucket) as params:
-            kernels.on(state.device).apply_adam_(
-                AdamUpdate(average, exp_avg, variance, params, self._descents[state.number])
-            )  # (5), (6)
-        if keeps:
-            state.moments.keep(bucket, average)
+    def _compressed(self, step: BucketStep) -> Exchange:
+        beta1, _ = step.options["betas"]
+        average = yield step.message(step.momentum, beta1, 1 - beta1)  # (4), (5)
+        momentum = step.store_momentum(average)
+        with step.parameters() as params:
+            update = AdamUpdate(average, momentum, step.variance, params, descent=step.shared)
+            step.kernels.apply_adam_(update)  # (6)

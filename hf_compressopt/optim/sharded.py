@@ -63,7 +63,7 @@ from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, highest_poi
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.agreement import Grads, MeanNorm, StepGradients, find_fault
 from hf_compressopt.optim.group import GroupState, MomentShards, ParamGroups, part_of
-from hf_compressopt.optim.late import UNCLIPPED, Backward, EarlyMessages, Key, Prepare, SignBucket
+from hf_compressopt.optim.late import UNCLIPPED, Backward, EarlyMessages, Key, MessageOf, SignBucket
 from hf_compressopt.optim.math import adam_step_, correct_bias_, sum_of
 from hf_compressopt.schedules import StepPlan
 
@@ -365,13 +365,13 @@ class FreedGradients(EarlyMessages):
         self,
         groups: ParamGroups,
         tensors: dict[str, Tensor],
-        prepare: Prepare,
+        message_of: MessageOf,
         begin: Callable[[], StepPlan],
         *,
         bits: int,
         clips: bool,
     ) -> None:
-        super().__init__(True, groups, tensors, prepare)
+        super().__init__(True, groups, tensors, message_of)
         self._begin_step, self._form, self._clips = begin, IntegerFormat(bits), clips
         self.loss_scale: Callable[[], float] | None = None
         self._passes: BackwardPasses | None = None

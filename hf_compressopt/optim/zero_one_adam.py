@@ -21,7 +21,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -30,11 +30,11 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import Traffic
-from hf_compressopt.flat import Bucket
-from hf_compressopt.kernels import AdamUpdate, Average, Combination, LocalUpdate, ParameterSync
+from hf_compressopt.kernels import AdamUpdate, Average, Descent, LocalUpdate, ParameterSync
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.agreement import Grads, digest_of
 from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.bucket_step import BucketStep, Exchange
 from hf_compressopt.optim.group import ExtraState, GroupState
 from hf_compressopt.optim.math import advance_all_, bit_sum
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
@@ -244,6 +244,15 @@ def _average_(tensor: Tensor, state: GroupState) -> None:
     state.communicator.all_reduce(tensor).wait()
 
 
+@dataclass
+class _Shared:
+    """What the buckets of a param group share in a compressed step."""
+
+    descent: Descent
+    corrections: Tensor | None = None  # in the variance stage; see AdamUpdate
+    lr_sum: float = 0.0  # in a sync: the sum of learning rates since the last one
+
+
 class ZeroOneAdam(CompressedOptimizer):
     """Adam that updates its variance less and less often, and then lets the ranks step alone between 1-bit syncs.
 
@@ -311,13 +320,12 @@ class ZeroOneAdam(CompressedOptimizer):
         }
         super().__init__(params, lr, **options)
         self._interval = LocalInterval(self._states, self.traffic)
-        self._divisors: dict[int, Tensor] = {}  # of the step under way, by param group
 
     # -- variance stage -----------------------------------------------------------------------------------------------
 
-    def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
+    def _warmup_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
         if not state.compressed:
-            return super()._uncompressed_step(state, grads)
+            return super()._warmup_step(state, grads)
         with_grad = {index: grad for index, grad in enumerate(grads) if grad is not None}
         advance_all_([*with_grad.values()], [state.moments_of(index) for index in with_grad], state.options)  # (2)
         learnt = [float(index in with_grad) for index in range(len(grads))]
@@ -349,40 +357,38 @@ class ZeroOneAdam(CompressedOptimizer):
 
     # -- messages: a gradient in the variance stage, the sum of updates in the local-step stage -----------------------
 
-    def _prepare(
-        self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
-    ) -> Combination:
-        if plan.stage is Stage.LOCAL_STEP:
-            return Combination(bucket.numel, state.device, state.extra["local_update"][bucket.start : bucket.stop])
-        gradients = state.gradient_segments(bucket, grads)
-        return Combination(bucket.numel, state.device, grads=gradients)
+    def _begin_group(self, plan: StepPlan, state: GroupState) -> _Shared:
+        if plan.stage is not Stage.LOCAL_STEP:
+            return _Shared(super()._begin_group(plan, state), _corrections(state, counted=False))
+        lr_sum, decay = self._interval.since_sync(state)
+        bound = (self.max_update or math.inf) * lr_sum
+        return _Shared(replace(state.descent(), decay=decay, bound=bound), lr_sum=lr_sum)
 
-    def _begin_buckets(self, plan: StepPlan, states: Sequence[GroupState]) -> None:
-        super()._begin_buckets(plan, states)
-        for state in states:
-            if plan.stage is not Stage.LOCAL_STEP:
-                self._divisors[state.number] = _corrections(state, counted=False)
-                continue
-            lr_sum, decay = self._interval.since_sync(state)
-            bound = (self.max_update or math.inf) * lr_sum
-            self._descents[state.number] = replace(state.descent(), decay=decay, bound=bound)
+    def _compressed(self, step: BucketStep) -> Exchange:
+        return self._sync_of(step) if step.plan.stage is Stage.LOCAL_STEP else self._step_by_signs(step)
+
+    def _step_by_signs(self, step: BucketStep) -> Exchange:
+        average = yield step.message(None)  # (1)
+        shared, beta1 = step.shared, step.options["betas"][0]
+        with step.parameters() as params:
+            update = AdamUpdate(
+                average, step.exp_avg, step.variance, params, shared.descent, 1 - beta1, shared.corrections
+            )
+            step.kernels.apply_adam_(update)  # (2), (3)
+
+    def _sync_of(self, step: BucketStep) -> Exchange:
+        u = step.extra("local_update")
+        average = yield step.message(u, beta=0)  # (6)
+        shared, anchor = step.shared, step.extra("anchor")
+        with step.parameters() as params:
+            update = ParameterSync(
+                average, step.exp_avg, anchor, step.variance, u, params, shared.lr_sum, shared.descent
+            )
+            step.kernels.sync_parameters_(update)  # (6), (7)
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         with self.warmup_gradients.signs(plan, self.variance_floor, self._consensus.read):
             super()._compressed_step(plan, states, gradients)
-
-    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
-        flat, how, on = slice(bucket.start, bucket.stop), self._descents[state.number], kernels.on(state.device)
-        m, variance = state.exp_avg[flat], state.variance(bucket)
-        with state.parameter_segments(bucket) as params:
-            if plan.stage is not Stage.LOCAL_STEP:
-                beta, corrections = 1 - state.options["betas"][0], self._divisors[state.number]
-                on.apply_adam_(AdamUpdate(average, m, variance, params, how, beta, corrections))  # (1), (2), (3)
-            else:
-                anchor, u = state.extra["anchor"][flat], state.extra["local_update"][flat]
-                lr_sum, _ = self._interval.since_sync(state)
-                update = ParameterSync(average, m, anchor, variance, u, params, lr_sum, how)
-                on.sync_parameters_(update)  # (6), (7)
 
     # -- local-step stage ---------------------------------------------------------------------------------------------
 
@@ -408,7 +414,7 @@ class ZeroOneAdam(CompressedOptimizer):
             gradients = None if grads is None else state.gradient_segments(bucket, grads)
             moments = state.exp_avg[flat], state.variance(bucket), state.extra["local_update"][flat]
             with state.parameter_segments(bucket) as params:
-                on.local_step_(LocalUpdate(*moments, gradients, params, beta1, how))
+                on.local_step_(LocalUpdate(*moments, gradients, params, beta1, how))  # (4), (5)
         lr_sum, decay = self._interval.since_sync(state)
         self._interval.advance(state, lr_sum + how.lr, decay * how.decay)
         state.steps += 1

@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import hf_compressopt
 from hf_compressopt import OnebitAdam, attach_ddp
 from hf_compressopt.kernels import Segment
 from hf_compressopt.optim import late
+from hf_compressopt.optim.bucket_step import finish
 from hf_compressopt.optim.late import LATE_CLIP, Backward, EarlyMessages, LastNorm
 from tests.oracles.steps import same
 from tests.support.ddp_runs import (
@@ -111,8 +113,7 @@ def test_messages_carry_the_coefficient_of_the_step_before(rank: int, world_size
             other, oracle = make("sketch", state=state)
             other.load_state_dict(net.state_dict())
             oracle.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            prepare = oracle._prepare
-            oracle._prepare = lambda *args, c=coefficient, f=prepare: replace(f(*args), beta=f(*args).beta * c)
+            oracle._compressed = partial(with_clipped_gradients, oracle._compressed, coefficient)
             for p, grad in zip(other.parameters(), grads, strict=True):
                 p.grad = grad
             oracle.step()
@@ -130,6 +131,13 @@ def test_messages_carry_the_coefficient_of_the_step_before(rank: int, world_size
         assert not early or same(tensors_of(net, optimizer), tensors_of(other, oracle))
         optimizer.zero_grad()
     assert norms == pytest.approx(true, rel=0.1)
+
+
+def with_clipped_gradients(compressed: Any, coefficient: float, step: Any) -> Any:
+    """Take the compressed step of a bucket with gradients that are multiplied by a coefficient."""
+    exchange = compressed(step)
+    message = next(exchange)
+    finish(exchange, (yield replace(message, beta=message.beta * coefficient)))
 
 
 def test_a_rank_whose_gradient_grows_clips_by_its_growth() -> None:
@@ -159,11 +167,11 @@ def test_a_spike_on_one_rank(rank: int, world_size: int, at_once: bool) -> None:
     found: dict[int, list[float]] = {step: [] for step in range(STEPS)}
     original = EarlyMessages.message
 
-    def record(self: EarlyMessages, state: Any, bucket: Any, grads: Any) -> Any:
-        z = original(self, state, bucket, grads)
+    def record(self: EarlyMessages, *of: Any) -> Any:
+        z = original(self, *of)
         own, sent = (
             torch.cat([segment.part for segment in each.grads if segment.tensor is not None])
-            for each in (self._prepare(self._plan, state, bucket, grads), z)
+            for each in (self._message_of(self._plan, *of), z)
         )
         found[step].append(z.beta * float(sent.norm() / own.norm()))
         return z

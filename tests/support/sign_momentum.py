@@ -15,18 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt import kernels
-from hf_compressopt.flat import Bucket
-from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.bucket_step import BucketStep, Exchange
 from hf_compressopt.optim.group import GroupState
-from hf_compressopt.schedules import StepPlan
 
 
 class SignMomentum(CompressedOptimizer):
     """SGD that follows the signs of its momentum, which crosses the network as signs after a warmup stage."""
 
-    def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
+    def _warmup_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
         beta1, _ = state.options["betas"]
         for index, grad in enumerate(grads):
             if grad is not None:
@@ -35,23 +32,16 @@ class SignMomentum(CompressedOptimizer):
                 state.steps[index] += 1
                 _descend(state.options, state.params[index], momentum)
 
-    def _prepare(
-        self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
-    ) -> Combination:
-        beta1, _ = state.options["betas"]
-        momentum = state.exp_avg[bucket.start : bucket.stop]
-        return Combination(
-            bucket.numel, state.device, momentum, beta1, state.gradient_segments(bucket, grads), 1 - beta1
-        )  # (2)
-
-    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
-        momentum = state.exp_avg[bucket.start : bucket.stop]
-        kernels.on(momentum.device).decompress_(average, momentum)
-        with state.parameter_segments(bucket) as params:
+    def _compressed(self, step: BucketStep) -> Exchange:
+        beta1, _ = step.options["betas"]
+        average = yield step.message(step.exp_avg, beta1, 1 - beta1)  # (2)
+        momentum = step.exp_avg
+        step.kernels.decompress_(average, momentum)
+        with step.parameters() as params:
             parts = momentum.split([segment.numel for segment in params])
             for segment, part in zip(params, parts, strict=True):
                 if segment.tensor is not None:
-                    _descend(state.options, segment.part, part)
+                    _descend(step.options, segment.part, part)
 
 
 def _descend(group: dict[str, Any], param: Tensor, momentum: Tensor) -> None:
