@@ -34,7 +34,8 @@ def gather() -> None:
         place = PAGES / page.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(page, place)
-    names = public_names() | {"CompressedOptimizer": "hf_compressopt.optim.base"}  # it has the options of all three
+    bases = {"CompressedOptimizer": "base", "CompressedAdam": "compressed_adam"}  # they have the options of all three
+    names = public_names() | {name: f"hf_compressopt.optim.{module}" for name, module in bases.items()}
     entries = [f"::: {home}.{name}\n" for name, home in sorted(names.items())]
     (PAGES / "api.md").write_text("\n".join(["# API\n", *entries]))
 

@@ -109,8 +109,9 @@ class GroupBuffers:
             if not moments.last or state.layout.starts[index] >= state.layout.in_messages.numel:
                 # else messages are the momentum
                 tensors["exp_avg"] = moments.exp_avg_of(index, still=False).view(param.shape)
-            variance = moments.stored_variance(index).view(param.shape)
-            tensors[Kind.CODE if moments.codes.numel() else "exp_avg_sq"] = variance
+            if moments.has_variance:
+                variance = moments.stored_variance(index).view(param.shape)
+                tensors[Kind.CODE if moments.codes.numel() else "exp_avg_sq"] = variance
         flat = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per == "element"}
         tensors |= {kind: state.view(buffer, index) for kind, buffer in flat.items()}
         if "param" in own:
@@ -205,14 +206,16 @@ class FlatState(State):
 
     def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
         groups = self._checked_groups(header)
-        if not header.compressed:
-            return self._plan_plain(names, groups, entries)
         optimizer = self._optimizer
+        if not header.compressed:
+            if len(optimizer.moments) == 1:
+                raise ValueError(f"it is of {header.title}, and {type(optimizer).__name__} has no variance")
+            return self._plan_plain(names, groups, entries)
         optimizer._before_load()
         found = {TensorKey.parse(name): entry for name, entry in entries.items()}
         tensors = {key.owner: _room(entry) for key, entry in found.items() if key.kind == _OPTIMIZER}
         schedule = type(optimizer.schedule).of(header.values["schedule"])
-        check_tensors(tensors, schedule)
+        check_tensors(tensors, schedule, has_variance=len(optimizer.moments) > 1)
         frozen, at = schedule.plan(header.values["step"] + 1).stage.number > 0, self.communicator.rank
         buffers = [GroupBuffers.room(state, header, entries, at, frozen=frozen) for state in optimizer._states]
 

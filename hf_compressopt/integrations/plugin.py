@@ -424,9 +424,13 @@ class CompressOptPlugin:
                 f"Adam with weight_decay is L2 regularization, which {self.optimizer} does not support: use AdamW"
             )
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether it ever steps
-        cls = ALGORITHMS[self.optimizer]
+        cls: Any = ALGORITHMS[self.optimizer]
         given: dict[str, Any] = {"freeze_step": self.freeze_step, **self.common_options()}
-        return cls(optimizer.param_groups, **given)
+        for name in given.keys() - options_of(cls).keys():
+            if given.pop(name) != _SHARED[name].default:
+                raise ValueError(f"{self.optimizer} has no {name}, got {name}={getattr(self, name)!r}: leave it out")
+        replacement: torch.optim.Optimizer = cls(optimizer.param_groups, **given)
+        return replacement
 
     @property
     def ddp_compression(self) -> str:

@@ -49,6 +49,7 @@ from hf_compressopt.integrations.plugin import (
     read_optim_args,
 )
 from hf_compressopt.optim.muon import MuonAdamW
+from hf_compressopt.options import options_of
 from hf_compressopt.zero.config import check_optimizer_class
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
@@ -134,6 +135,7 @@ def _get_optimizer_cls_and_kwargs(original: Callable[..., Any], args: Any, model
     if name in OPTIMIZERS:
         inner: Any = OPTIMIZERS[name]
         kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        kwargs = {option: value for option, value in kwargs.items() if option in options_of(inner)}
         if name in ALGORITHMS:
             kwargs |= CompressOptPlugin().options_from_env()
         if inner is MuonAdamW:  # it divides the parameters itself

@@ -399,8 +399,9 @@ class Comparison:
         """Return the hyperparameters of the param groups that all ranks hold, as JSON holds them."""
         found: list[list[Any]] = []
         for group in (state.options for state in self._states if state.own_rank is None):
-            numbers = *(group[name] for name in ("lr", "eps", "weight_decay")), *group["betas"]
-            found.append([*map(float, numbers), bool(group["bias_correction"]), bool(group["eps_inside_sqrt"])])
+            numbers = *(group.get(name, 0) for name in ("lr", "eps", "weight_decay")), *group["betas"]
+            flags = (group.get(name) for name in ("bias_correction", "eps_inside_sqrt"))
+            found.append([*map(float, numbers), *map(bool, flags)])
         return found
 
     def snapshot(self) -> list[Any]:

@@ -30,13 +30,13 @@ from hf_compressopt.kernels import Average, Combination, IntegerFormat
 from hf_compressopt.optim import options
 from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads
 from hf_compressopt.optim.bucket_step import BucketStep, Exchange, finish
-from hf_compressopt.optim.group import STATE, ExtraState, GroupState, ParamGroups, by_communicator, mean_variance_norm
+from hf_compressopt.optim.group import STATE, ExtraState, GroupState, ParamGroups, by_communicator
 from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.math import evaluate, in_float32
-from hf_compressopt.optim.sharded import FreedGradients, end_warmup_stage, take_sharded_step
-from hf_compressopt.optim.state import HISTORY, STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
+from hf_compressopt.optim.sharded import FreedGradients
+from hf_compressopt.optim.state import STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
 from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
-from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan, Warmup, carry_history, variance_stability
+from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan, Warmup
 from hf_compressopt.weak import WeakCall
 
 logger = logging.getLogger(__name__)
@@ -52,35 +52,28 @@ class CompressedOptimizer(torch.optim.Optimizer):
     An algorithm subclasses it with a schedule (``schedule_class``), the step by averaged gradients
     (:meth:`_warmup_step`), and a generator that takes the compressed step of one bucket (:meth:`_compressed`).
 
-    With ``freeze_step="auto"`` the variance decides when the warmup stage ends (1-bit Adam, arXiv 2102.02888, section
-    4.3; :func:`~hf_compressopt.schedules.variance_stability`), at the latest at ``max_freeze_step``, on all ranks.
-
     In the stages in which ``plan.reduce_grads`` is True the caller averages the gradients over the ranks before
     :meth:`step` (Trainer and Accelerate do, through DDP; :func:`~hf_compressopt.average_gradients` does in a loop of
     your own), in the form that ``warmup_gradients`` says; otherwise gradients must stay local.
 
     Args:
         params: Parameters, named parameters or param groups, as for any torch optimizer. A param group may carry its
-            own lr, betas, eps, weight_decay, bias_correction and eps_inside_sqrt; ``non_freeze`` (True keeps it in
-            the warmup stage for good); ``exp_avg_mask`` (a tensor that broadcasts to each of its parameters); and
+            own hyperparameters, such as lr, betas and weight_decay; ``non_freeze`` (True keeps it in the warmup stage
+            for good); ``exp_avg_mask`` (a tensor that broadcasts to each of its parameters); and
             ``process_group`` (the ranks that hold these parameters, for expert or model parallelism: gradients of such
             a group stay local in every stage, step() averages them over it. All ranks have the same param groups;
             only those with a process group of their own may differ in their parameters).
         lr: Learning rate, >= 0.
-        freeze_step: Last step of the warmup stage, >= 1; "auto" ends it when the variance is stable.
+        freeze_step: Last step of the warmup stage, >= 1; "auto" ends it when the variance, if there is one, is stable.
         total_steps: Optimizer steps of the run, >= 1, to which the schedule is fitted; Trainer and
             Accelerate know them.
-        freeze_threshold: How stable the variance must be for "auto", in (0, 1].
         max_freeze_step: Last step that "auto" may choose, >= 1, unless ``min_freeze_step`` is later. None is a share of
             the run, or 100,000 while its length is unknown.
         min_freeze_step: First step that "auto" may choose, >= 1; it also waits for the learning rate's warmup. None is
             100, or fewer in a short run.
         warmup_bits: Bits per element of gradients in the warmup stage: 4 or 8 (integers with error feedback), 16
             (bfloat16), or 32 (bitwise torch's AdamW).
-        bias_correction: Whether Adam's bias corrections apply.
         betas: Coefficients of the running averages, each in [0, 1).
-        eps: Added to the denominator, >= 0.
-        eps_inside_sqrt: sqrt(v + eps) instead of sqrt(v) + eps.
         weight_decay: Decoupled weight decay, >= 0.
         max_grad_norm: Norm to which :meth:`step` clips gradients; 0 is off. (Trainer clips by itself.)
         clip: Norm by which local gradients are clipped. "sketch": an estimate of the norm of their mean, with a
@@ -88,17 +81,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
             up to sqrt(world size) larger. "late", of OnebitAdam: the "sketch" of the step before, so that messages are
             sent during backward. In a local step of 0/1 Adam each rank clips by its own norm, with "sketch" scaled by a
             ratio that syncs measure.
-        zero_stage: Of OnebitAdam. 1 partitions the moments of the warmup stage. 2 also sends and frees gradients during
-            backward, with clip="late" after the warmup stage. 0 is off.
         scale_block: Elements per scale in a message, a positive multiple of 8. Vectors of fewer than two blocks, and
             other tensors of fewer than 256 elements, travel in full precision beside. None is the papers' one scale
             per message, for small tensors too.
-        variance_floor: At the end of the warmup stage every second moment is raised to this share of its tensor's mean,
-            >= 0; 0 is off.
-        max_update: Largest change of an element in a step in which the variance does not learn, in learning rates and
-            without the weight decay, >= 0; None or 0 is off. It bounds what an outdated variance can do.
         bucket_cap_mb: MiB of float32 values that are sent together, > 0.
-        state: "compact" keeps errors in 8 bits, and the frozen variance too, on a logarithmic scale; OnebitAdam's
+        state: "compact" keeps errors in 8 bits, and a frozen variance too, on a logarithmic scale; OnebitAdam's
             momentum is then the last message. "float32" keeps everything in float32.
         topology: "flat"; "hierarchical": the ranks of a node average in full precision and send one message; "auto":
             "hierarchical" if the launcher has started several nodes of several ranks each.
@@ -108,7 +95,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         communicator: "auto", the name of a torch.distributed backend, "mpi" (by mpi4py), or a Communicator.
         comm_backend_name: DeepSpeed's spelling of ``communicator``.
         cuda_aware: For communicator="mpi": hand CUDA tensors to the MPI library as they are.
-        amsgrad: Must be False.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.
@@ -120,17 +106,19 @@ class CompressedOptimizer(torch.optim.Optimizer):
     schedule_class: type[Schedule] = Schedule
     #: Options of the schedule beyond those that all have; None where they are not given.
     _intervals: Mapping[str, int | None] = {}
-    #: State tensors beyond Adam's moments.
+    #: The moments: the momentum, and for :class:`~hf_compressopt.optim.compressed_adam.CompressedAdam` a variance.
+    moments: tuple[str, ...] = ("exp_avg",)
+    #: State tensors beyond the moments.
     extra_state: tuple[ExtraState, ...] = ()
     #: For a stage, the state tensors that are each rank's own beside the errors; "param" stands for the parameters.
     own_tensors: ClassVar[Mapping[Stage, Sequence[str]]] = {}
     #: Whether the servers' last message is the momentum, and takes its place in the compact state.
     momentum_is_message = False
-    #: Legal values of ``clip`` and of ``zero_stage``.
+    #: Legal values of ``clip``.
     _clips: tuple[str, ...] = CLIPS[:2]
+    #: The ZeRO stage, of an algorithm that shares out its moments, and those that it may have.
+    zero_stage: int = 0
     zero_stages: tuple[int, ...] = (0,)
-    #: What else must be alike on all ranks, for them to keep the same parameters.
-    _alike: tuple[str, ...] = ()
     #: What is sent after the switch, and what clipping reports then, for the log.
     _after_the_switch = ("the momentum", "sqrt(mean of the ranks' squared norms), up to sqrt(world size) larger")
 
@@ -155,21 +143,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
         *,
         freeze_step: int | str = AUTO,
         total_steps: int | None = None,
-        freeze_threshold: float = 0.96,
         max_freeze_step: int | None = None,
         min_freeze_step: int | None = None,
         warmup_bits: int = 4,
-        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
         weight_decay: float = 0.0,
         max_grad_norm: float = 0.0,
         clip: str = "sketch",
-        zero_stage: int = 0,
         scale_block: int | None = 4096,
-        variance_floor: float = 0.01,
-        max_update: float | None = 2.0,
         bucket_cap_mb: float = 25.0,
         state: str = STATE,
         topology: str = AUTO_TOPOLOGY,
@@ -179,7 +160,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         communicator: str | Communicator | None = None,
         comm_backend_name: str | None = None,
         cuda_aware: bool = False,
-        amsgrad: bool = False,
     ) -> None:
         chosen = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step, **self._intervals}
         given = {name: value for name, value in chosen.items() if value is not None}
@@ -188,35 +168,26 @@ class CompressedOptimizer(torch.optim.Optimizer):
             options.check_count("total_steps", total_steps)
         # an end of the warmup stage that is given stays; what else the run's length decides is open
         self._open = set(given) if freeze_step == AUTO else {"freeze_step", *given}
-        bounds = {"max_grad_norm": max_grad_norm, "variance_floor": variance_floor, "max_update": max_update or 0}
-        for name, value in bounds.items():
-            options.check_at_least(name, value, 0)
+        options.check_at_least("max_grad_norm", max_grad_norm, 0)
         options.check_scale_block(scale_block)
         check_state(state)
-        if amsgrad:
-            raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
         if clip not in self._clips:
             only = ", which only OnebitAdam has" if clip == "late" else ""
             raise ValueError(f"clip must be one of {list(self._clips)}, got {clip!r}{only}")
-        if not 0 < freeze_threshold <= 1:
-            raise ValueError(f"freeze_threshold must be in (0, 1], got {freeze_threshold}")
-        options.check_zero_stage(zero_stage, type(self).__name__, self.zero_stages, warmup_bits, state, clip)
-        self.zero_stage = zero_stage
+        self.warmup_bits, self.compact, self._clip = warmup_bits, state == "compact", clip
+        self._check_options()
         communicator = options.resolve_communicator(communicator, comm_backend_name, cuda_aware)
         check_warmup_bits(warmup_bits, communicator)
-        self.max_grad_norm, self.variance_floor, self.max_update = max_grad_norm, variance_floor, max_update
-        self.schedule, self.freeze_threshold = schedule, freeze_threshold
+        self.max_grad_norm, self.schedule = max_grad_norm, schedule
         self._unfitted = schedule  # as it is while nobody has told the run's length
-        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt, "non_freeze": False}
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay, **self._group_options}
+        defaults |= {"non_freeze": False}
         self.bucket_numel, self.scale_block = bucket_numel_of(bucket_cap_mb), scale_block
-        self.compact = state == "compact"
         self.traffic = Traffic()
         self._step, self._in_shards = 0, False
         self._announcement = Announcement()
         self._states: list[GroupState] = []
         self._tensors: dict[str, Tensor] = {}  # state that belongs to no group, on the CPU, alike on all ranks
-        self._norms: list[tuple[int, Tensor]] = []  # by step; of the history of norms, but still on the device
         self._chosen: dict[str, Any] = {"name": communicator, "cuda_aware": cuda_aware, "traffic": self.traffic}
         params, device = options.in_lists(params)
         flat = make_communicator(process_group=process_group, device=device, **self._chosen)
@@ -224,15 +195,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._consensus = Consensus(self._states, self.communicator, self._tensors)
         super().__init__(params, defaults)
         groups = ParamGroups(self._states, self.communicator, WeakCall(self._follow_parameters))
-        self._fused_warmup = warmup_bits < 32
-        self.warmup_bits, self.warmup_gradients = warmup_bits, WarmupGradients(warmup_bits, groups, self._tensors)
-        sends = groups, self._tensors, WeakCall(self._message_of)
-        if zero_stage == 2:
-            self.freed = FreedGradients(*sends, WeakCall(self._begin_step), bits=warmup_bits, clips=max_grad_norm > 0)
-        self.early_messages = self.freed or EarlyMessages(clip == "late", *sends)
+        self.warmup_gradients = WarmupGradients(warmup_bits, groups, self._tensors)
+        self.early_messages = self._make_early_messages(groups)
         self._consensus.early, self._consensus.warmup = self.early_messages, self.warmup_gradients
-        self._clip, self._consensus.clip = clip, "sketch" if clip == "late" else clip
-        self._make_room_for_history()
+        self._consensus.clip = "sketch" if clip == "late" else clip
+        self._schedule_replaced()
         watch_clipping(self)
         if total_steps is not None:
             self.fit_schedule(total_steps)
@@ -251,9 +218,15 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     # -- what an algorithm defines -------------------------------------------------------------------------------------
 
+    #: Hyperparameters of param groups beyond lr, betas and weight_decay, and their defaults.
+    _group_options: Mapping[str, Any] = {}
+
+    def _check_options(self) -> None:
+        """Raise a ValueError for options that do not fit together, before anything is made."""
+
     def _warmup_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
         """Take a step of one param group by averaged gradients."""
-        state.take_adam_step(grads, fused=self._fused_warmup)
+        raise NotImplementedError("abstract")
 
     def _compressed(self, step: BucketStep) -> Exchange:
         """Take the compressed step of one bucket: yield what this rank sends, once, and go on with the average."""
@@ -261,7 +234,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _begin_group(self, plan: StepPlan, state: GroupState) -> Any:
         """Return what the buckets of a param group share in a compressed step: ``BucketStep.shared``."""
-        return state.descent(self.max_update)
 
     def _end_group(self, plan: StepPlan, state: GroupState, shared: Any) -> None:
         """Do what needs whole tensors, after the last bucket of a param group."""
@@ -270,9 +242,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Take the steps that each rank takes alone, for algorithms whose plans have ``agree=False``."""
         raise NotImplementedError("abstract")
 
-    def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
-        """Return for each parameter how often its first and its second moment have been updated."""
-        return state.steps.tolist(), state.steps.tolist()
+    def _freeze(self) -> None:
+        """Freeze, at the end of the warmup stage, what does not learn any more."""
+
+    def _take_step_of_shards(self, states: Sequence[GroupState], gradients: Grads) -> None:
+        """Take a step of param groups whose moments the ranks have shared out."""
+        raise NotImplementedError("abstract")
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -328,9 +303,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def must_be_alike(self) -> list[Any]:
         """Return what the ranks compare before the first step: class, step and options, as JSON holds them."""
-        chosen = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike]
-        chosen += [self._clip, self.max_grad_norm, self.warmup_bits, self._fused_warmup, self.compact]
-        return [type(self).__name__, self._step, repr([*chosen, self.max_update or 0, self.zero_stage])]
+        chosen = [self.bucket_numel, self.scale_block, self.schedule.options(), self._clip, self.max_grad_norm]
+        return [type(self).__name__, self._step, repr([*chosen, self.warmup_bits, self.compact, *self._alike()])]
+
+    def _alike(self) -> list[Any]:
+        """Return what else must be alike on all ranks, for them to keep the same parameters."""
+        return []
 
     def _take_step(self, plan: StepPlan, gradients: Grads | None) -> None:
         """Take the step; ``gradients`` is None if this rank's are not finite and it steps without them."""
@@ -348,7 +326,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 grads = average_group(grads, state.layout, [p.shape for p in state.params], state.communicator)
             self._warmup_step(state, grads)
         if shared_out:
-            take_sharded_step(shared_out, gradients, self.freed, bits=self.warmup_bits, fused=self._fused_warmup)
+            self._take_step_of_shards(shared_out, gradients)
         if not plan.agree:
             self._local_steps(plan, compressed, gradients)
         elif plan.synchronize:
@@ -411,29 +389,23 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return message
 
     def _end_warmup(self, plan: StepPlan) -> None:
-        clipped = 1.0  # with zero_stage=1 gradients are clipped before they are sent
-        if self.freed is not None:
-            clipped = self.freed.clipped
-        elif self.zero_stage == 0 and self.warmup_gradients.in_messages:
-            clipped = self._consensus.clip_coefficient()
-        end_warmup_stage(self._states, self._bias_counts, self.variance_floor, clipped)
+        """Switch to the compressed stage: errors of gradients become errors of the momentum that they are part of."""
+        for state in self._states:
+            if state.compressed:
+                factor = (1 - state.options["betas"][0]) * self._clip_of_errors()
+                state.errors.scale_([factor] * len(state.params))
+        self._freeze()
         sent, norm = self._after_the_switch
         norm = ESTIMATE if self._consensus.clip == "sketch" else norm
         told = "with one rank nothing is sent, and so nothing is compressed"
         if self.communicator.world_size > 1:
             told = f"from here on gradients stay local, {sent} is sent as signs, and a reported grad_norm is {norm}"
-        self._log(
-            logging.INFO, "step %d: the %s stage ends, the variance is frozen; %s", plan.step, plan.stage.value, told
-        )
-        names = [name for s in self._states for name, still in zip(s.labels, s.still, strict=True) if still]
-        if names:
-            message = (
-                "%d parameter tensor(s) have no variance after the warmup stage and are not updated any more: their "
-                "averaged gradients were 0 in all its steps: %s (for such parameters use a later freeze_step, or a "
-                "group with non_freeze=True)"
-            )
-            listed = ", ".join([*names[:8], "..."] if len(names) > 8 else names)
-            self._log(logging.WARNING, message, len(names), listed)
+        frozen = ", the variance is frozen" if len(self.moments) > 1 else ""
+        self._log(logging.INFO, "step %d: the %s stage ends%s; %s", plan.step, plan.stage.value, frozen, told)
+
+    def _clip_of_errors(self) -> float:
+        """Return the clip coefficient of the gradients whose errors the warmup stage leaves."""
+        return self._consensus.clip_coefficient() if self.warmup_gradients.in_messages else 1.0
 
     def _end_step(self, plan: StepPlan, *, taken: bool) -> None:
         """Close a step, which was taken or skipped."""
@@ -495,6 +467,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others."""
         options.refuse_uneven_inputs(self)
 
+    def _make_early_messages(self, groups: ParamGroups) -> EarlyMessages:
+        return EarlyMessages(self._clip == "late", groups, self._tensors, WeakCall(self._message_of))
+
     # -- the schedule --------------------------------------------------------------------------------------------------
 
     def plan_at(self, step: int) -> StepPlan:
@@ -534,7 +509,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"the schedule can be chosen in the warmup stage only, this is step {self._step + 1}")
         window = round(1 / (1 - self.param_groups[0]["betas"][1]))
         self.schedule = self.schedule.fitted(max_steps, given, low_bit=self.warmup_bits < 32, window=window)
-        self._make_room_for_history()
+        self._schedule_replaced()
         return self.schedule.describe(max_steps, given)
 
     def defer_schedule(self, given: Iterable[str]) -> None:
@@ -598,99 +573,53 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Take back the run's length that :meth:`fit_schedule` was told, if the warmup stage still lasts."""
         if self._open is not None and self._fitted_to is not None and not self.plan.stage.number:
             self.schedule, self._fitted_to, self._fit = self._unfitted, None, ""
-            self._make_room_for_history()
+            self._schedule_replaced()
 
     def _take_schedule(self, saved: Schedule) -> None:
         """Take over the schedule of a state whose step was taken over; one that is still open is fitted to this run."""
         is_open = self._open is not None and self._fitted_to is not None and not saved.plan(self._step + 1).stage.number
         if not (is_open and saved.freeze_step == self.schedule.freeze_step):
             self.schedule = saved
-        self._make_room_for_history()
+        self._schedule_replaced()
+
+    def _schedule_replaced(self) -> None:
+        """Make room for what the schedule needs."""
+
+    def _follow_lr_warmup(self, step: int) -> bool:
+        """Take up the learning rate of a step, and return whether its warmup is over, and long enough ago."""
+        group = self.param_groups[0]
+        self.lr_warmup = self.lr_warmup.after(step, float(group["lr"]))
+        return self.lr_warmup.is_over(step, round(1 / (1 - group["betas"][1])))
 
     def _ends_warmup_stage(self, plan: StepPlan) -> bool:
         """Return whether the step that was taken by this plan is the last one of the warmup stage."""
-        schedule, threshold, step = self.schedule, self.freeze_threshold, plan.step
         if plan.stage.number:
             return False
-        group = self.param_groups[0]
-        self.lr_warmup = self.lr_warmup.after(step, float(group["lr"]))
-        warmup_is_over = self.lr_warmup.is_over(step, round(1 / (1 - group["betas"][1])))
-        if schedule.freeze_step != AUTO:
-            early = [f"earlier than step {schedule.min_freeze_step} (min_freeze_step)"]
-            reasons = early if step < schedule.min_freeze_step else []
-            if not warmup_is_over:
-                reasons.append("within the learning rate's warmup, or too soon after it")
-            if plan.ends_stage and reasons:
-                message = "freeze_step=%d freezes a variance that has learnt little: it is %s. The loss may suffer; "
-                self._log(logging.WARNING, message + "'auto' waits longer", step, ", and ".join(reasons))
+        warmup_is_over = self._follow_lr_warmup(plan.step)
+        if self.schedule.freeze_step != AUTO:
             return plan.ends_stage
-        stability = self._variance_stability(step, float(group["lr"]))
-        if step < schedule.min_freeze_step or not warmup_is_over:
+        if plan.step < self.schedule.min_freeze_step or not warmup_is_over:
             return False
-        if stability < threshold and step < schedule.max_freeze_step:
-            return False
-        self.schedule = schedule.frozen_at(step)
-        if stability >= threshold:
-            why = f"stability {stability:.3f}"
-        elif step <= schedule.max_freeze_step:
-            why = "its bound, max_freeze_step"
-        else:
-            why = "the learning rate's warmup" if step > schedule.min_freeze_step else "its bound, min_freeze_step"
-        self._log(logging.INFO, "freeze_step=auto: found %d (%s)", step, why)
+        self._end_at(plan.step, "the learning rate's warmup, or min_freeze_step, is over")
         return True
 
-    def _variance_stability(self, step: int, lr: float) -> float:
-        """Return how stable the variance is after a step.
-
-        The first norms are compared many steps later: the host does not wait for them in their own steps.
-        """
-        history = self._tensors[HISTORY]
-        is_first = step < len(history)  # there is no earlier one to compare it with
-
-        def norm() -> float:
-            found = mean_variance_norm(self._states, self._bias_counts, self.communicator)
-            if not is_first:
-                return float(found)
-            self._norms.append((step, found))
-            return 0.0
-
-        if not is_first:
-            self._settle_norms()
-        return variance_stability(history, step, self.schedule.last_warmup_step, lr, norm)
-
-    def _settle_norms(self) -> None:
-        """Write the norms that the host has not waited for into the history."""
-        if self._norms:
-            history, steps = (
-                self._tensors[HISTORY],
-                [step % (len(self._tensors[HISTORY]) - 1) for step, _ in self._norms],
-            )
-            for place, norm in zip(steps, torch.stack([norm for _, norm in self._norms]).tolist(), strict=True):
-                history[place] = norm
-            self._norms = []
+    def _end_at(self, step: int, why: str) -> None:
+        """Take a step as the end of the warmup stage, which freeze_step="auto" has found."""
+        self.schedule = self.schedule.frozen_at(step)
+        self._log(logging.INFO, "freeze_step=auto: found %d (%s)", step, why)
 
     def tensors_of_all_groups(self) -> dict[str, Tensor]:
         """Return the tensors that belong to no group, by name, as they are saved."""
-        self._settle_norms()
+        self._settle()
         return self._tensors
+
+    def _settle(self) -> None:
+        """Write what the host has not waited for into the state."""
 
     def _log(self, level: int, message: str, *args: object) -> None:
         """Log a line on rank 0."""
         if self.communicator.rank == 0:
             write_log(logger, level, message, *args)
-
-    def _make_room_for_history(self) -> None:
-        """Allocate the norms that "auto" compares, unless the end of the warmup stage is known; keep those of late."""
-        if self.schedule.freeze_step == AUTO:
-            memory = round(1 / (1 - self.param_groups[0]["betas"][1]))
-            size = min(memory, self.schedule.last_warmup_step) + 1
-            before = self._tensors.get(HISTORY)
-            if before is None or before.numel() != size:
-                self._settle_norms()
-                history = torch.zeros(size, dtype=torch.float64, device="cpu")
-                if before is not None:
-                    carry_history(before, history, self._step)
-                self._tensors[HISTORY] = history
 
     # -- param groups --------------------------------------------------------------------------------------------------
 
@@ -801,7 +730,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _before_load(self) -> None:
         """Put everything where a checkpoint is read to."""
-        self._settle_norms()
+        self._settle()
 
     def state_in_shards(self) -> AbstractContextManager[None]:
         """Inside, ``state_dict()`` is a small stub and ``load_state_dict()`` does nothing: the state is in shards."""
@@ -831,7 +760,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         Raises a ValueError if it does not fit; nothing has changed then.
         """
         self._follow_parameters()
-        self._settle_norms()
+        self._settle()
         load_with_hooks(self, state_dict, partial(load_full, self), in_shards=self._in_shards)
 
     def _state_loaded(self) -> None:

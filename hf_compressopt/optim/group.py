@@ -129,11 +129,13 @@ class Moments:
     What a compact form or ``shards`` replace is [0].
     """
 
-    def __init__(self, layout: FlatLayout, device: torch.device, shards: MomentShards | None = None) -> None:
-        self._layout, self.shards = layout, shards
+    def __init__(
+        self, layout: FlatLayout, device: torch.device, shards: MomentShards | None = None, *, has_variance: bool = True
+    ) -> None:
+        self._layout, self.shards, self.has_variance = layout, shards, has_variance
         numel = layout.numel if shards is None else 0
         self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
-        self.exp_avg_sq = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.exp_avg_sq = torch.zeros(numel if has_variance else 0, dtype=torch.float32, device=device)
         # a frozen variance in 8 bits, [numel], and [parameters]: see LogVariance
         self.codes = torch.zeros(0, dtype=torch.uint8, device=device)
         self.tops = torch.zeros(len(layout.numels), dtype=torch.int32, device=device)
@@ -161,7 +163,7 @@ class Moments:
 
     def freeze(self) -> None:
         """Encode the variance. The codes lie in its own memory until :meth:`settle`, so that there is no peak."""
-        if self.codes.numel() or not self._layout.numel:
+        if self.codes.numel() or not self._layout.numel or not self.has_variance:
             return
         codes = self.exp_avg_sq.view(torch.uint8)[: self._layout.numel]
         parts = [self._part(self.exp_avg_sq, index) for index in range(len(self._layout.numels))]
@@ -235,7 +237,7 @@ class Moments:
             found.codes = self.codes.new_empty(0)
         elif not self.codes.numel():
             found.codes = self.codes.new_empty(numel)
-        for name, compact in (("exp_avg", bool(last)), ("exp_avg_sq", codes)):
+        for name, compact in (("exp_avg", bool(last)), ("exp_avg_sq", codes or not self.has_variance)):
             if not compact and getattr(self, name).numel() != numel:
                 setattr(found, name, getattr(self, name).new_zeros(numel))
         return found
@@ -293,6 +295,8 @@ class Moments:
 
     def with_variance(self, *, compact: bool = True, largest: Sequence[float] | None = None) -> list[bool]:
         """Return for each parameter whether an element has a variance, in the form that steps read, in one fetch."""
+        if not self.has_variance:
+            return [True] * len(self._layout.numels)
         rows = self.largest_variances().tolist() if largest is None else largest
         if self.codes.numel():
             varies = [code != ZERO_CODE for code in rows]
@@ -349,7 +353,7 @@ class ParameterState(MutableMapping[str, Any]):
 
 @dataclass(frozen=True)
 class ExtraState:
-    """A state tensor that an algorithm has beyond Adam's two moments, by its name in ``optimizer.state``."""
+    """A state tensor that an algorithm has beyond its moments, by its name in ``optimizer.state``."""
 
     name: str
     per: str  # "element" (float32, flat), "parameter" (float32) or "group" (float64, on the CPU)
@@ -382,7 +386,8 @@ class GroupState:
         self.form = SignFormat(optimizer.scale_block)
         together = compressed and own_rank is None and communicator.world_size > 1
         self.shared_out = optimizer.zero_stage > 0 and together
-        self.moments = Moments(self.layout, device, self.room_for_shards(device))
+        has_variance = "exp_avg_sq" in optimizer.moments
+        self.moments = Moments(self.layout, device, self.room_for_shards(device), has_variance=has_variance)
         layout = self.layout.in_messages
         self.errors = ErrorFeedback(layout, communicator, device, compact=self.compact, used=compressed)
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")  # that each parameter has seen
@@ -470,8 +475,9 @@ class GroupState:
         readers: dict[str, Callable[[], Any]] = {
             "step": lambda: self.steps[index],
             "exp_avg": lambda: self.moments.exp_avg_of(index, self.still[index]).view(shape),
-            "exp_avg_sq": lambda: self.moments.exp_avg_sq_of(index).view(shape),
         }
+        if self.moments.has_variance:
+            readers["exp_avg_sq"] = lambda: self.moments.exp_avg_sq_of(index).view(shape)
         for extra in self.extras:
             if extra.per == "element":
                 readers[extra.name] = partial(lambda name: self.view(self.extra[name], index), extra.name)
@@ -483,7 +489,8 @@ class GroupState:
         """Return the shape of each value of the state of a parameter, as it is if every rank has all of it."""
         shape = tuple(self.params[index].shape)
         extras = {e.name: shape if e.per == "element" else () for e in self.extras if e.per != "group"}
-        return {"step": (), "exp_avg": shape, "exp_avg_sq": shape, **extras}
+        moments = dict.fromkeys(("exp_avg", "exp_avg_sq") if self.moments.has_variance else ("exp_avg",), shape)
+        return {"step": (), **moments, **extras}
 
     def find_still(self, largest: Sequence[float] | None = None) -> None:
         """Find the parameters that do not move after the warmup stage, since none of their elements has a variance."""

@@ -34,8 +34,8 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.kernels import LambMoments, LambOptions, sum_of_squares
 from hf_compressopt.kernels.memory import numbers_on
-from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.bucket_step import BucketStep, Exchange
+from hf_compressopt.optim.compressed_adam import CompressedAdam
 from hf_compressopt.optim.group import ExtraState, GroupState, has_own_groups
 from hf_compressopt.optim.math import (
     adam_fraction,
@@ -199,7 +199,7 @@ class _Shared:
     sums: Tensor  # [parameters, 3] float64
 
 
-class OnebitLamb(CompressedOptimizer):
+class OnebitLamb(CompressedAdam):
     """LAMB whose momentum crosses the network as signs, after a warmup stage of averaged gradients.
 
     Source: arXiv 2104.06069, Algorithm 1. Use it as :class:`~hf_compressopt.optim.onebit_adam.OnebitAdam`.
@@ -215,7 +215,7 @@ class OnebitLamb(CompressedOptimizer):
         factor_max: Upper bound of the factor on that average in the compressed stage.
         factor_min: Lower bound of it, >= 0.
         factor_threshold: Largest relative change of the factor in one step, >= 0.
-        **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
+        **options: See :class:`~hf_compressopt.optim.compressed_adam.CompressedAdam`.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.
@@ -255,8 +255,10 @@ class OnebitLamb(CompressedOptimizer):
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         super().__init__(params, lr, **options)
+
+    def _alike(self) -> list[Any]:
         # native kernels and the reference round LAMB's norms differently
-        self._alike = (f"kernels={kernels.implementation(self.communicator.device).split()[0]}",)
+        return [*super()._alike(), kernels.implementation(self.communicator.device).split()[0]]
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return a copy of the last coefficients, one per trainable tensor, group by group."""

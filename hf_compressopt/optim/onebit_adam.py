@@ -25,12 +25,12 @@ from torch import Tensor
 
 from hf_compressopt.kernels import AdamUpdate
 from hf_compressopt.optim.agreement import CLIPS
-from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.bucket_step import BucketStep, Exchange
+from hf_compressopt.optim.compressed_adam import CompressedAdam
 from hf_compressopt.optim.group import GroupState
 
 
-class OnebitAdam(CompressedOptimizer):
+class OnebitAdam(CompressedAdam):
     """Adam whose momentum crosses the network as signs, after a warmup stage of averaged gradients.
 
     Source: arXiv 2102.02888, Algorithm 1. In a loop with DistributedDataParallel::
@@ -39,13 +39,13 @@ class OnebitAdam(CompressedOptimizer):
         attach_ddp(ddp_model, optimizer)
 
     Args:
-        params: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
+        params: See :class:`~hf_compressopt.optim.compressed_adam.CompressedAdam`.
         lr: Learning rate, >= 0.
         fused_warmup: Take warmup steps in one pass of a native kernel: faster, and torch's AdamW except for rounding;
             False is bitwise torch's AdamW. None is True unless ``warmup_bits`` is 32.
         overlap_comm: Send messages of the compressed stage during backward, clipped by the norm of the step before
             (``clip="late"``).
-        **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`. Papers put ``freeze_step`` at
+        **options: See :class:`~hf_compressopt.optim.compressed_adam.CompressedAdam`. Papers put ``freeze_step`` at
             15-25 % of all steps.
 
     Raises:

@@ -108,7 +108,7 @@ def without_state_moved(
 
 def check_group(group: dict[str, Any], number: int) -> None:
     for name in ("lr", "eps", "weight_decay"):
-        check_at_least(name, group[name], 0)
+        check_at_least(name, group.get(name, 0), 0)
     check_betas(group["betas"])
     for name in ("bias_correction", "eps_inside_sqrt", "non_freeze"):
         if not isinstance(group.get(name, False), bool):

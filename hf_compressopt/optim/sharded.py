@@ -232,18 +232,13 @@ def _shards_of(state: GroupState) -> MomentShards:
 # -- the end of the stage ---------------------------------------------------------------------------------------------
 
 
-def end_warmup_stage(
-    states: Iterable[GroupState], counts: Callable[[GroupState], _Counts], floor: float, clipped: float
-) -> None:
+def freeze_moments(states: Iterable[GroupState], counts: Callable[[GroupState], _Counts], floor: float) -> None:
     """Fold the bias corrections into the moments, apply the variance floor, and gather what ranks have shared out.
 
-    The gradients' errors become errors of the momentum b1 m + (1 - b1) c g: times 1 - b1, and times the clip
-    coefficient c (``clipped``) of gradients that were sent before they were clipped. All ranks call.
+    ``counts`` returns how often the moments of each parameter were updated. All ranks call.
     """
     for state in states:
         if state.compressed:
-            factor = (1 - state.options["betas"][0]) * clipped
-            state.errors.scale_([factor] * len(state.params))
             freeze = GroupState.freeze_variance if state.moments.shards is None else _gather
             freeze(state, *counts(state), floor)
 

@@ -218,7 +218,7 @@ def plain_header(optimizer: CompressedOptimizer, step: int) -> dict[str, Any]:
     return {**mine, "schedule": schedule, "step": step, "skipped_steps": 0, "rounds": step, "bytes_sent": 0}
 
 
-def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
+def check_tensors(tensors: dict[str, Tensor], schedule: Schedule, *, has_variance: bool = True) -> None:
     for name, tensor in tensors.items():
         if name not in _LENGTHS:
             raise ValueError(f"{name!r} is not a tensor of a compressed optimizer")
@@ -227,7 +227,7 @@ def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
         if tensor.dtype != torch.float64 or not fits:
             found = f"{tensor.dtype} {list(tensor.shape)}"
             raise ValueError(f"{name!r} must be float64 [{length or '2 or more'}], got {found}")
-    if HISTORY not in tensors and schedule.freeze_step == AUTO:
+    if HISTORY not in tensors and schedule.freeze_step == AUTO and has_variance:
         raise ValueError(f"freeze_step is 'auto', and there is no {HISTORY!r}")
 
 

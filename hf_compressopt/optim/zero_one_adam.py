@@ -33,8 +33,8 @@ from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.kernels import AdamUpdate, Average, Descent, LocalUpdate, ParameterSync
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.agreement import Grads, digest_of
-from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.bucket_step import BucketStep, Exchange
+from hf_compressopt.optim.compressed_adam import CompressedAdam
 from hf_compressopt.optim.group import ExtraState, GroupState
 from hf_compressopt.optim.math import advance_all_, bit_sum
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
@@ -253,7 +253,7 @@ class _Shared:
     lr_sum: float = 0.0  # in a sync: the sum of learning rates since the last one
 
 
-class ZeroOneAdam(CompressedOptimizer):
+class ZeroOneAdam(CompressedAdam):
     """Adam that updates its variance less and less often, and then lets the ranks step alone between 1-bit syncs.
 
     Source: arXiv 2202.06009, Algorithm 1. Use it as :class:`~hf_compressopt.optim.onebit_adam.OnebitAdam`; evaluate::
@@ -276,7 +276,7 @@ class ZeroOneAdam(CompressedOptimizer):
         local_step_scaler: Steps after which the interval between syncs doubles, >= 1. None is 32,678, or a tenth of the
             run.
         local_step_clipper: Longest interval between syncs (H), >= 1. None is 16.
-        **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
+        **options: See :class:`~hf_compressopt.optim.compressed_adam.CompressedAdam`.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.
@@ -325,7 +325,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _warmup_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
         if not state.compressed:
-            return super()._warmup_step(state, grads)
+            return state.take_adam_step(grads, fused=self._fused_warmup)
         with_grad = {index: grad for index, grad in enumerate(grads) if grad is not None}
         advance_all_([*with_grad.values()], [state.moments_of(index) for index in with_grad], state.options)  # (2)
         learnt = [float(index in with_grad) for index in range(len(grads))]

@@ -38,7 +38,6 @@ _HALF_BYTES = 2
 _ENOUGH_STEPS = 100_000  # the stages have the same shares in a longer run
 _WHOLE_RUN, _EVERY_STEP = "whole run", "every step"
 _PASSES = {"onebit_adam": ONEBIT_ADAM, "onebit_lamb": ONEBIT_LAMB}
-_MOMENTS = 2
 _SIGNS = SignFormat(signature(CompressedOptimizer).parameters["scale_block"].default)
 _ADAMW = "--optim adamw_torch"
 _SAME = 0.02  # a difference of bytes that nobody would ask about
@@ -92,9 +91,11 @@ class Buckets:
         momentum = FLOAT_BYTES * self.params
         if optimizer_class.momentum_is_message and several:
             momentum = self.messages
-        moments, shard = (FLOAT_BYTES * _MOMENTS * numel for numel in (self.params, self.own_elements))
+        count = len(optimizer_class.moments)
+        moments, shard = (FLOAT_BYTES * count * numel for numel in (self.params, self.own_elements))
         float_errors = FLOAT_BYTES * (-(-self.params // self.node_size) + -(-self.params // self.world_size)) * several
-        then = own + momentum + self.params + self.errors  # a byte for the variance
+        variance = self.params * (count > 1)  # a byte per element
+        then = own + momentum + variance + self.errors
         found = {FLOAT32: own + moments + float_errors, COMPACT_FIRST: own + moments + self.errors, COMPACT_THEN: then}
         if 1 in optimizer_class.zero_stages and several:
             found[ZERO1_FIRST] = own + shard + self.errors

@@ -1,0 +1,203 @@
+"""The base of compressed optimizers that divide by a variance, which the end of the warmup stage freezes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.optim import options
+from hf_compressopt.optim.agreement import Grads
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.group import GroupState, ParamGroups, mean_variance_norm
+from hf_compressopt.optim.late import EarlyMessages
+from hf_compressopt.optim.sharded import FreedGradients, freeze_moments, take_sharded_step
+from hf_compressopt.optim.state import HISTORY
+from hf_compressopt.schedules import AUTO, StepPlan, carry_history, variance_stability
+from hf_compressopt.weak import WeakCall
+
+
+class CompressedAdam(CompressedOptimizer):
+    """What :class:`OnebitAdam`, :class:`ZeroOneAdam` and :class:`OnebitLamb` share: Adam's moments and their freezing.
+
+    With ``freeze_step="auto"`` the variance decides when the warmup stage ends (1-bit Adam, arXiv 2102.02888, section
+    4.3; :func:`~hf_compressopt.schedules.variance_stability`), at the latest at ``max_freeze_step``, on all ranks.
+
+    A param group may carry its own eps, bias_correction and eps_inside_sqrt, too.
+
+    Args:
+        params: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
+        lr: Learning rate, >= 0.
+        freeze_threshold: How stable the variance must be for "auto", in (0, 1].
+        bias_correction: Whether Adam's bias corrections apply.
+        eps: Added to the denominator, >= 0.
+        eps_inside_sqrt: sqrt(v + eps) instead of sqrt(v) + eps.
+        zero_stage: Of OnebitAdam. 1 partitions the moments of the warmup stage. 2 also sends and frees gradients during
+            backward, with clip="late" after the warmup stage. 0 is off.
+        variance_floor: At the end of the warmup stage every second moment is raised to this share of its tensor's mean,
+            >= 0; 0 is off.
+        max_update: Largest change of an element in a step in which the variance does not learn, in learning rates and
+            without the weight decay, >= 0; None or 0 is off. It bounds what an outdated variance can do.
+        amsgrad: Must be False.
+        **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
+
+    Raises:
+        ValueError: For an option outside its range; the message names value and range.
+        TypeError: For parameters that no option can make work.
+    """
+
+    moments = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        *,
+        freeze_threshold: float = 0.96,
+        bias_correction: bool = True,
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        zero_stage: int = 0,
+        variance_floor: float = 0.01,
+        max_update: float | None = 2.0,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        self.freeze_threshold, self.zero_stage = freeze_threshold, zero_stage
+        self.variance_floor, self.max_update = variance_floor, max_update
+        if amsgrad:
+            raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
+        self._group_options = {"eps": eps, "bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt}
+        self._fused_warmup = options.get("warmup_bits") != 32
+        self._norms: list[tuple[int, Tensor]] = []  # by step; of the history of norms, but still on the device
+        super().__init__(params, lr, **options)
+
+    def _check_options(self) -> None:
+        for name, value in {"variance_floor": self.variance_floor, "max_update": self.max_update or 0}.items():
+            options.check_at_least(name, value, 0)
+        if not 0 < self.freeze_threshold <= 1:
+            raise ValueError(f"freeze_threshold must be in (0, 1], got {self.freeze_threshold}")
+        form = "compact" if self.compact else "float32"
+        chosen = self.zero_stages, self.warmup_bits, form, self._clip
+        options.check_zero_stage(self.zero_stage, type(self).__name__, *chosen)
+
+    def _alike(self) -> list[Any]:
+        return [self.variance_floor, self.max_update or 0, self.zero_stage, self._fused_warmup]
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    def _begin_group(self, plan: StepPlan, state: GroupState) -> Any:
+        return state.descent(self.max_update)
+
+    def _take_step_of_shards(self, states: Sequence[GroupState], gradients: Grads) -> None:
+        take_sharded_step(states, gradients, self.freed, bits=self.warmup_bits, fused=self._fused_warmup)
+
+    def _make_early_messages(self, groups: ParamGroups) -> EarlyMessages:
+        if self.zero_stage == 2:
+            sends = groups, self._tensors, WeakCall(self._message_of)
+            clips = self.max_grad_norm > 0
+            self.freed = FreedGradients(*sends, WeakCall(self._begin_step), bits=self.warmup_bits, clips=clips)
+        return self.freed or super()._make_early_messages(groups)
+
+    # -- the end of the warmup stage -----------------------------------------------------------------------------------
+
+    def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
+        """Return for each parameter how often its first and its second moment have been updated."""
+        return state.steps.tolist(), state.steps.tolist()
+
+    def _clip_of_errors(self) -> float:
+        if self.freed is not None:
+            return self.freed.clipped
+        return super()._clip_of_errors() if self.zero_stage == 0 else 1.0  # else they are clipped before they are sent
+
+    def _freeze(self) -> None:
+        """Fold the bias corrections into the moments, apply the variance floor, gather what ranks have shared out."""
+        freeze_moments(self._states, self._bias_counts, self.variance_floor)
+
+    def _end_warmup(self, plan: StepPlan) -> None:
+        super()._end_warmup(plan)
+        names = [name for s in self._states for name, still in zip(s.labels, s.still, strict=True) if still]
+        if names:
+            message = (
+                "%d parameter tensor(s) have no variance after the warmup stage and are not updated any more: their "
+                "averaged gradients were 0 in all its steps: %s (for such parameters use a later freeze_step, or a "
+                "group with non_freeze=True)"
+            )
+            listed = ", ".join([*names[:8], "..."] if len(names) > 8 else names)
+            self._log(logging.WARNING, message, len(names), listed)
+
+    def _ends_warmup_stage(self, plan: StepPlan) -> bool:
+        """Return whether the step that was taken by this plan is the last one of the warmup stage."""
+        schedule, threshold, step = self.schedule, self.freeze_threshold, plan.step
+        if plan.stage.number:
+            return False
+        warmup_is_over = self._follow_lr_warmup(step)
+        if schedule.freeze_step != AUTO:
+            reasons = []
+            if step < schedule.min_freeze_step:
+                reasons.append(f"earlier than step {schedule.min_freeze_step} (min_freeze_step)")
+            if not warmup_is_over:
+                reasons.append("within the learning rate's warmup, or too soon after it")
+            if plan.ends_stage and reasons:
+                message = "freeze_step=%d freezes a variance that has learnt little: it is %s. The loss may suffer; "
+                self._log(logging.WARNING, message + "'auto' waits longer", step, ", and ".join(reasons))
+            return plan.ends_stage
+        stability = self._variance_stability(step, float(self.param_groups[0]["lr"]))
+        if step < schedule.min_freeze_step or not warmup_is_over:
+            return False
+        if stability < threshold and step < schedule.max_freeze_step:
+            return False
+        if stability >= threshold:
+            why = f"stability {stability:.3f}"
+        elif step <= schedule.max_freeze_step:
+            why = "its bound, max_freeze_step"
+        else:
+            why = "the learning rate's warmup" if step > schedule.min_freeze_step else "its bound, min_freeze_step"
+        self._end_at(step, why)
+        return True
+
+    def _variance_stability(self, step: int, lr: float) -> float:
+        """Return how stable the variance is after a step.
+
+        The first norms are compared many steps later: the host does not wait for them in their own steps.
+        """
+        history = self._tensors[HISTORY]
+        is_first = step < len(history)  # there is no earlier one to compare it with
+
+        def norm() -> float:
+            found = mean_variance_norm(self._states, self._bias_counts, self.communicator)
+            if not is_first:
+                return float(found)
+            self._norms.append((step, found))
+            return 0.0
+
+        if not is_first:
+            self._settle()
+        return variance_stability(history, step, self.schedule.last_warmup_step, lr, norm)
+
+    def _settle(self) -> None:
+        """Write the norms that the host has not waited for into the history."""
+        if self._norms:
+            history, steps = (
+                self._tensors[HISTORY],
+                [step % (len(self._tensors[HISTORY]) - 1) for step, _ in self._norms],
+            )
+            for place, norm in zip(steps, torch.stack([norm for _, norm in self._norms]).tolist(), strict=True):
+                history[place] = norm
+            self._norms = []
+
+    def _schedule_replaced(self) -> None:
+        """Allocate the norms that "auto" compares, unless the end of the warmup stage is known; keep those of late."""
+        if self.schedule.freeze_step == AUTO:
+            memory = round(1 / (1 - self.param_groups[0]["betas"][1]))
+            size = min(memory, self.schedule.last_warmup_step) + 1
+            before = self._tensors.get(HISTORY)
+            if before is None or before.numel() != size:
+                self._settle()
+                history = torch.zeros(size, dtype=torch.float64, device="cpu")
+                if before is not None:
+                    carry_history(before, history, self._step)
+                self._tensors[HISTORY] = history
