@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_compressopt.collectives.topology import Levels, Topology, topology_of
+from hf_compressopt.collectives.chunks import Topology, topology_of
 from hf_compressopt.kernels.memory import flat_view, in_memory, numbers_on
 
 _DIGEST_BITS = 20
@@ -129,6 +130,15 @@ class Handle:
         start = time.perf_counter()
         self._wait()
         self._traffic.waited(self._kind, time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The ranks of this rank's node, those of its place on all nodes, and the dtype of values inside the node."""
+
+    node: Communicator
+    peers: Communicator
+    dtype: torch.dtype
 
 
 class Communicator(ABC):

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
+from hf_compressopt.collectives.chunks import Topology
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.topology import Topology
 from hf_compressopt.kernels import (
     MESSAGE_ALIGNMENT,
     Average,

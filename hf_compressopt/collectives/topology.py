@@ -1,10 +1,4 @@
-"""Topologies of the compressed exchange: which chunks of a bucket a rank sends, and which one it serves.
-
-A bucket has as many chunks as there are ranks. In the flat topology every rank sends all of them, and rank k serves
-chunk k. In the hierarchical topology the ranks lie on nodes of ``node_size`` consecutive ranks. Each sends a shard,
-consecutive chunks, to its peers, the ranks of the same place on the other nodes, which serve them. With one rank per
-node both topologies are one.
-"""
+"""The topology of the compressed exchange: flat, or hierarchical on nodes of several ranks each."""
 
 from __future__ import annotations
 
@@ -13,17 +7,14 @@ import os
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 from socket import gethostname
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from hf_compressopt.flat import chunk_range
-
-if TYPE_CHECKING:
-    from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.chunks import Topology
+from hf_compressopt.collectives.communicator import Communicator, Levels
 
 logger = logging.getLogger(__name__)
 
@@ -32,75 +23,6 @@ _ALSO = "two-level"  # another spelling of the last one
 _NODE_DTYPES = {32: torch.float32, 16: torch.bfloat16}
 #: Environment variables in which launchers tell the ranks of a node: torchrun and Accelerate, and Open MPI.
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-
-
-@dataclass(frozen=True, eq=False)
-class Topology:
-    """The place of a rank; with a ``node_size`` of 1 the topology is flat."""
-
-    world_size: int
-    rank: int
-    node_size: int = 1
-
-    @property
-    def nodes(self) -> int:
-        """Nodes, and so the ranks that exchange a shard."""
-        return self.world_size // self.node_size
-
-    @property
-    def node(self) -> int:
-        return self.rank // self.node_size
-
-    @property
-    def place(self) -> int:
-        return self.rank % self.node_size
-
-    @property
-    def own_chunk(self) -> int:
-        return self.chunk_of(self.rank)
-
-    def chunk_of(self, rank: int) -> int:
-        """Return the chunk that a rank serves."""
-        return rank % self.node_size * self.nodes + rank // self.node_size
-
-    @property
-    def sent_chunks(self) -> range:
-        """The chunks that this rank sends, in the order of their servers: all of them if the topology is flat."""
-        return range(self.place * self.nodes, (self.place + 1) * self.nodes)
-
-    def own_range(self, numel: int) -> tuple[int, int]:
-        """Return the elements [start, stop) of a bucket that this rank serves."""
-        return self.chunk_range(numel, self.rank)
-
-    def chunk_range(self, numel: int, rank: int) -> tuple[int, int]:
-        """Return the elements [start, stop) of a bucket that a rank serves."""
-        return chunk_range(numel, self.world_size, self.chunk_of(rank))
-
-    def sent_range(self, numel: int) -> tuple[int, int]:
-        return self.shard_range(numel, self.place)
-
-    def shard_range(self, numel: int, place: int) -> tuple[int, int]:
-        """Return the elements [start, stop) of a bucket that the rank at a place of the node sends."""
-        first, last = place * self.nodes, (place + 1) * self.nodes - 1
-        return chunk_range(numel, self.world_size, first)[0], chunk_range(numel, self.world_size, last)[1]
-
-    def sent_numels(self, numel: int) -> list[int]:
-        """Return the elements of each chunk of a bucket that this rank sends."""
-        ranges = (chunk_range(numel, self.world_size, chunk) for chunk in self.sent_chunks)
-        return [stop - start for start, stop in ranges]
-
-
-#: The place of a rank, always the same object, which is found again by its identity.
-topology_of = lru_cache(maxsize=None)(Topology)
-
-
-@dataclass(frozen=True)
-class Levels:
-    """The ranks of this rank's node, those of its place on all nodes, and the dtype of values inside the node."""
-
-    node: Communicator
-    peers: Communicator
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

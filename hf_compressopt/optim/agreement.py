@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 import torch
@@ -35,11 +35,6 @@ from hf_compressopt.optim.group import GroupState, by_communicator, has_own_grou
 from hf_compressopt.optim.math import bit_sum
 from hf_compressopt.optim.options import DTYPES
 from hf_compressopt.schedules import Stage, StepPlan
-
-if TYPE_CHECKING:
-    from hf_compressopt.optim.late import EarlyMessages
-    from hf_compressopt.optim.sharded import FreedGradients
-    from hf_compressopt.optim.warmup import WarmupGradients
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +172,41 @@ class MeanNorm:
         return averaged + mean
 
 
+class SentGradients(Protocol):
+    """Gradients that were sent and freed during backward, of which a step knows means or sketches."""
+
+    @property
+    def is_exact(self) -> bool: ...  # whether the norm of the mean gradient is known from means
+    @property
+    def is_measured(self) -> bool: ...  # whether it can be measured; alike on all ranks
+    def squares(self) -> dict[float, Tensor]: ...  # [] float64, by the factor of their sum over the ranks
+    def contribute(self, mean: MeanNorm) -> None: ...
+    def scale_(self, factor: float) -> None: ...
+
+
+class SentMessages(Protocol):
+    """Messages of the compressed stage that were sent during backward, if any."""
+
+    enabled: bool
+    agreed: bool  # the ranks have agreed on the messages that count, or there are none
+
+    @property
+    def signature(self) -> list[tuple[int, int]]: ...  # the buckets whose messages count
+    def complete(self) -> None: ...
+    def put_into(self, gradients: StepGradients) -> None: ...
+    def left(self, gradients: Sequence[Sequence[Tensor | None]]) -> frozenset[int]: ...  # ids of gradients
+    def agree(self) -> None: ...  # drop what another rank has dropped
+    def discard(self) -> None: ...
+    def overflow(self) -> Tensor | None: ...
+    def note_norm(self, norm: float, max_norm: float, usual: float, *, whole: bool) -> None: ...
+
+
+class ReadsVariances(Protocol):
+    """The messages of the warmup stage, which ask for the largest variances before a step by signs."""
+
+    def largest_variances(self, plan: StepPlan) -> Tensor | None: ...
+
+
 Grads = list[list["Tensor | None"]]  # one list per param group, one entry per trainable parameter
 
 
@@ -191,7 +221,7 @@ class StepGradients:
     ask: bool  # whether the ranks must agree on the norm, since some gradients are each rank's own
     others: Sequence[Tensor] = ()  # parameters without state, which belong to all ranks
     left: frozenset[int] = frozenset()  # ids of gradients that are in messages already: they are not clipped
-    freed: FreedGradients | None = None  # sent and freed gradients, beside those of the groups
+    freed: SentGradients | None = None  # sent and freed gradients, beside those of the groups
     # the squared norm of averaged gradients, of local ones the mean over ranks of their squared norms: alike on all
     # ranks, and not finite if an element is not, or is too large for its square; [] float64 until the host reads it
     square: float | Tensor = math.nan
@@ -594,8 +624,8 @@ def _replicated(state: GroupState) -> Iterator[Tensor]:
 class Consensus:
     """The small messages beside those of a step, and what the ranks know from them."""
 
-    early: EarlyMessages  # set by the optimizer, as the next one
-    warmup: WarmupGradients
+    early: SentMessages  # set by the optimizer, as the next one
+    warmup: ReadsVariances
 
     def __init__(self, states: Sequence[GroupState], communicator: Communicator, tensors: dict[str, Tensor]) -> None:
         self.states, self.communicator = states, communicator

@@ -30,7 +30,7 @@ from hf_compressopt.kernels import Average, Combination, IntegerFormat
 from hf_compressopt.optim import options
 from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads
 from hf_compressopt.optim.bucket_step import BucketStep, Exchange, finish
-from hf_compressopt.optim.group import STATE, ExtraState, GroupState, ParamGroups, by_communicator
+from hf_compressopt.optim.group import STATE, ExtraState, GroupForm, GroupState, ParamGroups, by_communicator
 from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.math import evaluate, in_float32
 from hf_compressopt.optim.sharded import FreedGradients
@@ -653,7 +653,15 @@ class CompressedOptimizer(torch.optim.Optimizer):
             known = (s.communicator for s in self._states if s.device == device)
             same = next((found for found in known if found.process_group is own), None)
             ranks = same or make_communicator(process_group=own, device=device, **self._chosen)
-        state = GroupState(group, self, ranks, None if own is None else self.communicator.rank)
+        form = GroupForm(
+            self.bucket_numel,
+            self.scale_block,
+            self.compact,
+            shares_moments=self.zero_stage > 0,
+            has_variance=len(self.moments) > 1,
+            extra_state=self.extra_state,
+        )
+        state = GroupState(len(self._states), group, form, ranks, None if own is None else self.communicator.rank)
         self._states.append(state)
         self._show_moments(state)
         # ranks that have taken steps meet at the next small message: only one of them may have called this

@@ -8,7 +8,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_not
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from hf_compressopt.kernels.compact import NO_TOP, ZERO_CODE, decode_variance, e
 from hf_compressopt.kernels.memory import dense_values, numbers_on, reads_at_once
 from hf_compressopt.kernels.messages import travels_beside_signs, travels_in_full
 from hf_compressopt.optim.math import adam_step_, correct_bias_, floor_variance_, sum_of
-
-if TYPE_CHECKING:
-    from hf_compressopt.optim.base import CompressedOptimizer
 
 #: The entry of ``optimizer.state`` that holds this rank's part of a parameter's moments.
 PIECES = "pieces"
@@ -362,13 +359,30 @@ class ExtraState:
     plain: str = ""  # name of its first value in a plain Adam's state, if not ``initial``
 
 
+@dataclass(frozen=True)
+class GroupForm:
+    """What an optimizer's param groups have in common: how buckets are cut, what state there is, and in which form."""
+
+    bucket_numel: int
+    scale_block: int | None
+    compact: bool
+    shares_moments: bool  # whether the ranks share out the moments of the warmup stage
+    has_variance: bool
+    extra_state: Sequence[ExtraState]
+
+
 class GroupState:
     """One param group: its options and the state of its trainable parameters, allocated at once, alike on all ranks."""
 
     def __init__(
-        self, options: dict[str, Any], optimizer: CompressedOptimizer, communicator: Communicator, own_rank: int | None
+        self,
+        number: int,
+        options: dict[str, Any],
+        form: GroupForm,
+        communicator: Communicator,
+        own_rank: int | None,
     ) -> None:
-        self.options, self.number = options, len(optimizer._states)
+        self.options, self.number = options, number
         given = options.get("param_names", [f"group{self.number}.{i}" for i in range(len(options["params"]))])
         named = {p: name for p, name in zip(options["params"], given, strict=True) if p.requires_grad}
         self.params, self.names = list(named), list(named.values())  # a tensor given twice counts once
@@ -377,22 +391,22 @@ class GroupState:
             self.labels = [f"{name} of shape {list(p.shape)}" for p, name in named.items()]
         self.compressed = compressed = not options["non_freeze"]  # ever, and so with errors and extras
         self.in_full = [travels_in_full(p) for p in self.params]  # beside messages of integers
-        beside = [compressed and travels_beside_signs(p.shape, optimizer.scale_block) for p in self.params]
-        self.layout = FlatLayout.build([p.numel() for p in self.params], optimizer.bucket_numel, beside)
+        beside = [compressed and travels_beside_signs(p.shape, form.scale_block) for p in self.params]
+        self.layout = FlatLayout.build([p.numel() for p in self.params], form.bucket_numel, beside)
         # among all ranks, if the param group has a process group of its own, so that others may hold other parameters
         self.communicator, self.own_rank = communicator, own_rank
         device = self.params[0].device if self.params else communicator.device
-        self.compact = optimizer.compact and compressed
-        self.form = SignFormat(optimizer.scale_block)
+        self.compact = form.compact and compressed
+        self.form = SignFormat(form.scale_block)
         together = compressed and own_rank is None and communicator.world_size > 1
-        self.shared_out = optimizer.zero_stage > 0 and together
-        has_variance = "exp_avg_sq" in optimizer.moments
+        self.shared_out = form.shares_moments and together
+        has_variance = form.has_variance
         self.moments = Moments(self.layout, device, self.room_for_shards(device), has_variance=has_variance)
         layout = self.layout.in_messages
         self.errors = ErrorFeedback(layout, communicator, device, compact=self.compact, used=compressed)
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")  # that each parameter has seen
         self.still = [False] * len(self.params)  # which do not move after the warmup stage; see find_still()
-        self.extras = tuple(extra for extra in optimizer.extra_state if compressed or extra.always)
+        self.extras = tuple(extra for extra in form.extra_state if compressed or extra.always)
         self.own_params: list[Tensor] | None = None  # this rank's, while others stand in their place
         self._mask: tuple[Tensor, tuple[int, torch.device], Tensor] | None = None  # see _mask_here()
         self.extra, self.group_extra = dict[str, Tensor](), dict[str, Tensor]()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
 import torch
@@ -26,12 +26,10 @@ from hf_compressopt.collectives.gradients import GradientBucket
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, Segment, all_finite, sum_of_squares
 from hf_compressopt.kernels.memory import reads_at_once
+from hf_compressopt.optim.agreement import StepGradients
 from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.math import clip_factor
 from hf_compressopt.schedules import StepPlan
-
-if TYPE_CHECKING:
-    from hf_compressopt.optim.agreement import StepGradients
 
 #: Name of the tensor that holds what the next step's messages follow from: :class:`LastNorm`, and the loss scale.
 LATE_CLIP = "late_clip"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.announce import write_log
+from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.format.index import NODE_SIZE
 from hf_compressopt.optim.agreement import NOISE
@@ -18,11 +19,8 @@ from hf_compressopt.optim.group import PIECES, GroupState, check_pieces, take_pi
 from hf_compressopt.optim.late import LATE_CLIP
 from hf_compressopt.optim.math import is_zero
 from hf_compressopt.optim.options import check_at_least, check_count, check_group, loadable_group
-from hf_compressopt.optim.warmup import ERROR_CLIP, LOSS_SCALE
-from hf_compressopt.schedules import AUTO, Schedule, Stage, Warmup
-
-if TYPE_CHECKING:
-    from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.warmup import ERROR_CLIP, LOSS_SCALE, WarmupGradients
+from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan, Warmup
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +36,10 @@ def make_stub(packed: dict[str, Any], step: int) -> dict[str, Any]:
     packed["param_groups"].append({"params": [], STATE_KEY: STUB_NOTE})
     packed[STATE_KEY] = {"stub": True, "step": step}
     return packed
+
+
+class HasGroups(Protocol):
+    param_groups: list[dict[str, Any]]
 
 
 def load_with_hooks(
@@ -63,7 +65,7 @@ def load_with_hooks(
         post_hook(optimizer)
 
 
-def matching_groups(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+def matching_groups(optimizer: HasGroups, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the param groups of a state dict, which must be as large as the optimizer's."""
     groups: list[dict[str, Any]] = state_dict["param_groups"]
     sizes, saved = ([len(group["params"]) for group in each] for each in (optimizer.param_groups, groups))
@@ -72,9 +74,7 @@ def matching_groups(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     return groups
 
 
-def load_groups(
-    optimizer: torch.optim.Optimizer, saved: Sequence[dict[str, Any]], left_alone: Collection[str] = ()
-) -> None:
+def load_groups(optimizer: HasGroups, saved: Sequence[dict[str, Any]], left_alone: Collection[str] = ()) -> None:
     """Take over hyperparameters, in place: schedulers keep hold of the groups."""
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         for key, value in values.items():
@@ -116,14 +116,40 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
+class Stateful(HasGroups, Protocol):
+    """A compressed optimizer, as what describes and loads its state sees it."""
+
+    communicator: Communicator
+    schedule: Schedule
+    lr_warmup: Warmup
+    traffic: Traffic
+    warmup_gradients: WarmupGradients
+    bucket_numel: int
+    scale_block: int | None
+    rounds: int
+    skipped_steps: int
+    step_was_skipped: bool
+    _step: int
+    _states: list[GroupState]
+    _tensors: dict[str, Tensor]
+    _replaced_before: bool
+
+    @property
+    def last_plan(self) -> StepPlan: ...
+    def tensors_of_all_groups(self) -> dict[str, Tensor]: ...
+    def _parameters_were_replaced(self) -> bool: ...
+    def _take_schedule(self, saved: Schedule) -> None: ...
+    def _state_loaded(self) -> None: ...
+
+
 # -- the header -------------------------------------------------------------------------------------------------------
 
 
-def _shares_out(optimizer: CompressedOptimizer) -> bool:
+def _shares_out(optimizer: Stateful) -> bool:
     return any(state.moments.shards is not None for state in optimizer._states)
 
 
-def header_of(optimizer: CompressedOptimizer) -> dict[str, Any]:
+def header_of(optimizer: Stateful) -> dict[str, Any]:
     others: dict[str, Any] = {TRAVELLED: True} if optimizer.warmup_gradients.ever_in_use else {}
     others |= {SHARED_OUT: True} if _shares_out(optimizer) else {}
     others |= {} if optimizer.communicator.levels is None else {NODE_SIZE: optimizer.communicator.topology.node_size}
@@ -144,7 +170,7 @@ def header_of(optimizer: CompressedOptimizer) -> dict[str, Any]:
     }
 
 
-def check_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None:
+def check_header(optimizer: Stateful, header: dict[str, Any]) -> None:
     if header.get("optimizer") != type(optimizer).__name__:
         raise ValueError(f"the state is {header.get('optimizer')}'s, this optimizer is {type(optimizer).__name__}")
     for name in ("step", "skipped_steps", "rounds", "bytes_sent", "bucket_numel", "world_size"):
@@ -171,13 +197,13 @@ def check_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None
         )
 
 
-def _in_full(optimizer: CompressedOptimizer) -> list[int]:
+def _in_full(optimizer: Stateful) -> list[int]:
     """Return the elements of each param group that travel in full beside signs; 0 if not all ranks hold the group."""
     shared = [(state.layout, state.own_rank is None) for state in optimizer._states]
     return [layout.numel - layout.in_messages.numel if everyone else 0 for layout, everyone in shared]
 
 
-def load_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None:
+def load_header(optimizer: Stateful, header: dict[str, Any]) -> None:
     """Take over a header that was checked, after the tensors."""
     if bool(header.get(SHARED_OUT)) != _shares_out(optimizer):
         for state in optimizer._states:
@@ -198,7 +224,7 @@ def load_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None:
     optimizer._replaced_before = bool(header.get(WRITTEN))
 
 
-def _lr_warmup_of(optimizer: CompressedOptimizer, header: dict[str, Any]) -> Warmup:
+def _lr_warmup_of(optimizer: Stateful, header: dict[str, Any]) -> Warmup:
     """Return the learning rate's warmup of a header; without one, the rate rises no more unless it rises later."""
     saved = header.get("lr_warmup", [float(optimizer.param_groups[0]["lr"]), 0])
     try:
@@ -210,7 +236,7 @@ def _lr_warmup_of(optimizer: CompressedOptimizer, header: dict[str, Any]) -> War
     return Warmup(rate, step)
 
 
-def plain_header(optimizer: CompressedOptimizer, step: int) -> dict[str, Any]:
+def plain_header(optimizer: Stateful, step: int) -> dict[str, Any]:
     ended = step >= optimizer.schedule.last_warmup_step
     schedule = (optimizer.schedule.frozen_at(step + 1) if ended else optimizer.schedule).options()
     mine = header_of(optimizer)
@@ -231,7 +257,7 @@ def check_tensors(tensors: dict[str, Tensor], schedule: Schedule, *, has_varianc
         raise ValueError(f"freeze_step is 'auto', and there is no {HISTORY!r}")
 
 
-def take_tensors(optimizer: CompressedOptimizer, tensors: dict[str, Tensor]) -> None:
+def take_tensors(optimizer: Stateful, tensors: dict[str, Tensor]) -> None:
     """Take over optimizer-wide tensors that were checked, in place: others hold the dict."""
     optimizer._tensors.clear()
     optimizer._tensors.update(tensors)
@@ -240,7 +266,7 @@ def take_tensors(optimizer: CompressedOptimizer, tensors: dict[str, Tensor]) -> 
 # -- state dicts ------------------------------------------------------------------------------------------------------
 
 
-def own_state(optimizer: CompressedOptimizer) -> dict[str, Any]:
+def own_state(optimizer: Stateful) -> dict[str, Any]:
     states = optimizer._states
     return {
         **header_of(optimizer),
@@ -253,7 +279,7 @@ def own_state(optimizer: CompressedOptimizer) -> dict[str, Any]:
     }
 
 
-def load_full(optimizer: CompressedOptimizer, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
+def load_full(optimizer: Stateful, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
     rows = _matching_rows(optimizer, state_dict)
     if own is None:
         steps = [int(row["step"]) for _, _, row in rows if row]
@@ -292,9 +318,7 @@ def load_full(optimizer: CompressedOptimizer, state_dict: dict[str, Any], own: d
     optimizer._state_loaded()
 
 
-def _matching_rows(
-    optimizer: CompressedOptimizer, state_dict: dict[str, Any]
-) -> list[tuple[GroupState, int, dict[str, Any]]]:
+def _matching_rows(optimizer: Stateful, state_dict: dict[str, Any]) -> list[tuple[GroupState, int, dict[str, Any]]]:
     """Return each trainable parameter with its saved state; {} if a plain state dict has none for it."""
     saved_groups, rows = matching_groups(optimizer, state_dict), []
     for group, saved_group, state in zip(optimizer.param_groups, saved_groups, optimizer._states, strict=True):
@@ -314,7 +338,7 @@ def _matching_rows(
     return rows
 
 
-def _check_errors(optimizer: CompressedOptimizer, own: dict[str, Any]) -> None:
+def _check_errors(optimizer: Stateful, own: dict[str, Any]) -> None:
     ranks = optimizer.communicator
     for name, saved, mine in (
         ("world_size", own["world_size"], ranks.world_size),
@@ -342,7 +366,7 @@ def _check_errors(optimizer: CompressedOptimizer, own: dict[str, Any]) -> None:
             raise ValueError(f"{name} must have {sizes} elements per param group, the state dict has {saved}")
 
 
-def _load_errors(optimizer: CompressedOptimizer, own: dict[str, Any] | None) -> None:
+def _load_errors(optimizer: Stateful, own: dict[str, Any] | None) -> None:
     """Take over the errors of a state dict that was checked; zeros if it has none, or is another rank's."""
     mine = own if own is not None and own["rank"] == optimizer.communicator.rank else None
     for number, state in enumerate(optimizer._states):

@@ -16,8 +16,7 @@ from functools import partial
 
 import torch
 
-from hf_compressopt.collectives.communicator import Communicator, Handle
-from hf_compressopt.collectives.topology import Levels
+from hf_compressopt.collectives.communicator import Communicator, Handle, Levels
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.planner.cost import Cluster, Step, all_to_all, ring
 

@@ -6,16 +6,14 @@ import ctypes
 import gc
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.kernels import CompactErrors
-
-if TYPE_CHECKING:
-    from hf_compressopt.zero.optimizer import ZeroOptimizer
+from hf_compressopt.zero.parameters import PartitionedParameters
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,14 @@ class MemoryReport:
     device_allocated: int  #: By torch on the accelerator; 0 without one.
 
 
-def memory_report(optimizer: ZeroOptimizer) -> MemoryReport:
+class Partitioned(Protocol):
+    """A ZeroOptimizer, as what measures its memory sees it."""
+
+    param_groups: list[dict[str, Any]]
+    partition: PartitionedParameters
+
+
+def memory_report(optimizer: Partitioned) -> MemoryReport:
     """Report the memory of this rank. Makes no collective call."""
     params = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
     reducer = optimizer.partition.reducer

@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -55,9 +55,6 @@ from hf_compressopt.optim.agreement import digest_of
 from hf_compressopt.optim.math import known_clip_factor
 from hf_compressopt.zero.config import ZeroConfig
 from hf_compressopt.zero.parts import Part, Slice, TrainedParameter, UpdateBucket, in_host_memory, write_span
-
-if TYPE_CHECKING:
-    from hf_compressopt.zero.parameters import PartitionedParameters
 
 
 class LossScale:
@@ -168,6 +165,19 @@ class SliceGradients:
     @property
     def nbytes(self) -> int:
         return self.cut.numel * self.sent_dtype.itemsize
+
+
+class Partition(Protocol):
+    """Which ranks have which parameters, and what they must have alike in a step."""
+
+    model_parallel: Communicator | None  # the ranks that share one copy of the model
+
+    def communicators(self) -> list[Communicator]: ...
+    def options_of_step(
+        self, communicator: Communicator, groups: Sequence[dict[str, Any]], max_norm: float | None
+    ) -> list[str]: ...
+    def unfrozen(self, groups: Sequence[dict[str, Any]]) -> list[int]: ...  # numbers of param groups
+    def add(self, groups: Sequence[dict[str, Any]], numbers: Iterable[int]) -> None: ...
 
 
 class GradientReducer:
@@ -370,7 +380,7 @@ class GradientReducer:
     # -- the averages of a step, between backward and the update ------------------------------------------------------
 
     @torch.no_grad()
-    def finish(self, partition: PartitionedParameters, groups: Sequence[dict[str, Any]]) -> float:
+    def finish(self, partition: Partition, groups: Sequence[dict[str, Any]]) -> float:
         """Send the rest, and agree on the squared norm of the average times ``factor``. All ranks call."""
         self.backward.flush()
         if self._square is None or self._norm_of_pass != self.passes:
@@ -416,7 +426,7 @@ class GradientReducer:
                 wide = wide.mul_(self.factor)
             part.tensor.grad = wide.to(part.tensor)
 
-    def _agree(self, partition: PartitionedParameters, groups: Sequence[dict[str, Any]]) -> float:
+    def _agree(self, partition: Partition, groups: Sequence[dict[str, Any]]) -> float:
         """Exchange norms, faults, missing gradients, gradients that were not sent, and parameters newly unfrozen."""
         while True:
             left, unfrozen = self._leftovers(), self._unfrozen(partition, groups)
@@ -451,7 +461,7 @@ class GradientReducer:
                 break
         return _sum_over_model(partition.model_parallel, *squares)
 
-    def _unfrozen(self, partition: PartitionedParameters, groups: Sequence[dict[str, Any]]) -> list[int]:
+    def _unfrozen(self, partition: Partition, groups: Sequence[dict[str, Any]]) -> list[int]:
         try:
             return partition.unfrozen(groups)
         except (TypeError, ValueError) as error:

@@ -5,24 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.format.plan import MASTER, REPLICA
 from hf_compressopt.optim.options import check_count
-from hf_compressopt.optim.state import STATE_KEY, load_groups, make_stub, matching_groups
+from hf_compressopt.optim.state import STATE_KEY, HasGroups, load_groups, make_stub, matching_groups
+from hf_compressopt.zero.config import ZeroConfig
+from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import OWN_KEYS, Part, element_state
-
-if TYPE_CHECKING:
-    from hf_compressopt.zero.optimizer import ZeroOptimizer
+from hf_compressopt.zero.reducer import LossScale
 
 #: Hyperparameters that choose an implementation: those of a saved state are left alone.
 FUNCTIONAL = ("foreach", "fused", "capturable", "differentiable")
 
 
-def header_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
+class Partitioned(HasGroups, Protocol):
+    """A ZeroOptimizer, as what describes and loads its state sees it."""
+
+    optimizer_class: type[torch.optim.Optimizer]
+    config: ZeroConfig
+    partition: PartitionedParameters
+    communicator: Communicator
+    loss_scale: LossScale
+    traffic: Traffic
+    stage: int
+    steps: int
+    skipped_steps: int
+
+
+def header_of(optimizer: Partitioned) -> dict[str, Any]:
     scaler = {} if optimizer.config.grad_form is None else {"grad_scale": optimizer.loss_scale.of_scaler}
     return {
         **scaler,
@@ -36,7 +51,7 @@ def header_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
     }
 
 
-def check_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
+def check_header(optimizer: Partitioned, header: dict[str, Any]) -> None:
     wanted = header_of(optimizer)["class"]
     if header.get("class") != wanted:
         raise ValueError(f"the state is of class {header.get('class')!r}, this optimizer of {wanted!r}")
@@ -50,7 +65,7 @@ def check_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
         raise ValueError(f"grad_scale in the state must be a number > 0, got {scaler!r}")
 
 
-def load_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
+def load_header(optimizer: Partitioned, header: dict[str, Any]) -> None:
     optimizer.steps, optimizer.skipped_steps = int(header["step"]), int(header["skipped_steps"])
     scale = optimizer.loss_scale
     scale.value, scale.good_steps = float(header["loss_scale"][0]), int(header["loss_scale"][1])
@@ -66,7 +81,7 @@ def load_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
 Row = tuple[Part, dict[str, Any]]
 
 
-def rows_of(optimizer: ZeroOptimizer) -> Iterator[Row]:
+def rows_of(optimizer: Partitioned) -> Iterator[Row]:
     """Yield everything that this rank holds, for state dicts and for files; the values are the optimizer's own."""
     for part in optimizer.partition.parts():
         row: dict[str, Any] = {"state": part.state}
@@ -75,7 +90,7 @@ def rows_of(optimizer: ZeroOptimizer) -> Iterator[Row]:
         yield part, row
 
 
-def take_rows(optimizer: ZeroOptimizer, rows: Iterable[Row], groups: Sequence[dict[str, Any]]) -> None:
+def take_rows(optimizer: Partitioned, rows: Iterable[Row], groups: Sequence[dict[str, Any]]) -> None:
     """Take over the values of all parts, and hyperparameters in place, since schedulers hold the groups."""
     of_torch = optimizer.optimizer_class.__module__.startswith("torch.optim.")
     for part, row in rows:
@@ -98,7 +113,7 @@ def take_rows(optimizer: ZeroOptimizer, rows: Iterable[Row], groups: Sequence[di
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
-def pack(optimizer: ZeroOptimizer, packed: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
+def pack(optimizer: Partitioned, packed: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
     """Complete torch's state dict, which knows the param groups alone; make it a stub if the state is in shards."""
     for group in packed["param_groups"]:
         group.pop("process_group", None)
@@ -117,19 +132,19 @@ def pack(optimizer: ZeroOptimizer, packed: dict[str, Any], *, in_shards: bool) -
     return packed
 
 
-def _errors(optimizer: ZeroOptimizer) -> list[Tensor]:
+def _errors(optimizer: Partitioned) -> list[Tensor]:
     slices = optimizer.partition.reducer.slices
     return [gradients.errors.messages for gradients in slices if gradients.errors is not None]
 
 
-def _all_parameters(optimizer: ZeroOptimizer) -> list[Tensor]:
+def _all_parameters(optimizer: Partitioned) -> list[Tensor]:
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
+def load(optimizer: Partitioned, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
     """Load a state dict of this rank and layout, or a whole one without header; nothing changes if it does not fit."""
     partition = optimizer.partition
     partition.require_replicas("load_state_dict()")
@@ -156,7 +171,7 @@ def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, An
         optimizer.steps = max((int(row["step"]) for row in state_dict["state"].values() if "step" in row), default=0)
 
 
-def _check_own(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
+def _check_own(optimizer: Partitioned, own: dict[str, Any]) -> None:
     check_header(optimizer, own)
     rank, world_size = optimizer.communicator.rank, optimizer.communicator.world_size
     if (own["rank"], own["world_size"]) != (rank, world_size):

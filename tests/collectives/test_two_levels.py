@@ -14,7 +14,8 @@ from torch import nn
 
 from hf_compressopt import GradientCompression, OnebitAdam, average_gradients
 from hf_compressopt.collectives import topology
-from hf_compressopt.collectives.topology import Topology, TopologyOptions, with_topology
+from hf_compressopt.collectives.chunks import Topology
+from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.oracles.simulation import chunk_bounds, simulate_compressed_all_reduce
 from tests.support.exchanging import average_, zero_feedback
