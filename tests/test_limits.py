@@ -105,3 +105,19 @@ def test_recipes_use_public_names_only() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_compressopt"):
                 assert node.module in public, f"{path} imports {node.module}"
+
+
+def test_collectives_say_what_they_ask_of_an_optimizer() -> None:
+    """A layer is not gone around by Any: what takes an optimizer names its type, or a protocol."""
+    seen = 0
+    for path in (PACKAGE / "collectives").glob("*.py"):
+        functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+        for function in functions:
+            arguments = function.args
+            every = [*arguments.args, *arguments.kwonlyargs, arguments.vararg]
+            for argument in filter(None, every):
+                if "optimizer" in argument.arg:
+                    seen += 1
+                    annotation = ast.unparse(argument.annotation) if argument.annotation else "Any"
+                    assert "Any" not in annotation, f"{path}: {function.name} takes {argument.arg}: {annotation}"
+    assert seen > 5

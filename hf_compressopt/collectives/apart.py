@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 from weakref import ref
 
 import torch
 from torch import nn
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.schedules import Stage
 
 logger = logging.getLogger(__name__)
 
 
 class MayBeApart(Protocol):
     """An optimizer between whose syncs ranks may have different parameters."""
+
+    own_tensors: ClassVar[Mapping[Stage, Sequence[str]]]
 
     @property
     def ranks_are_apart(self) -> bool: ...
@@ -60,7 +63,7 @@ class _Nothing:
         return
 
 
-def may_be_apart(optimizer: Any) -> bool:
+def may_be_apart(optimizer: MayBeApart) -> bool:
     """True for a compressed optimizer in a stage of which each rank has parameters of its own."""
     return any("param" in names for names in optimizer.own_tensors.values())
 

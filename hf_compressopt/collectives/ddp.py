@@ -14,7 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_compressopt.collectives.apart import may_be_apart, warn_of_reads
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.collectives.feedback import after_backward
-from hf_compressopt.collectives.gradients import GradientBucket, GradientRounds, as_it_is, plain_buckets
+from hf_compressopt.collectives.gradients import (
+    GradientBucket,
+    GradientRounds,
+    PlannedOptimizer,
+    as_it_is,
+    plain_buckets,
+)
 from hf_compressopt.collectives.sender import SendRecord, check_bucket, note_sent
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 
@@ -32,7 +38,10 @@ class GradientSync:
     """
 
     def __init__(
-        self, communicator: TorchCommunicator, optimizers: Sequence[Any] = (), params: Sequence[Tensor] = ()
+        self,
+        communicator: TorchCommunicator,
+        optimizers: Sequence[PlannedOptimizer] = (),
+        params: Sequence[Tensor] = (),
     ) -> None:
         """Bind the hook to a communicator and to the optimizers that own the model's parameters."""
         self.communicator = communicator
@@ -46,7 +55,7 @@ class GradientSync:
         self._compared = True  # the ranks have compared the optimizers that they bound last
         self.reads_are_watched = False  # the model warns where it is read while ranks are apart
 
-    def bind(self, optimizers: Sequence[Any], loss_scale: Callable[[], float] | None = None) -> None:
+    def bind(self, optimizers: Sequence[PlannedOptimizer], loss_scale: Callable[[], float] | None = None) -> None:
         """Follow the plans of these optimizers, and count the bytes of the hook as the first one's."""
         self.optimizers, self.loss_scale = tuple(optimizers), loss_scale
         self._compared = not optimizers or self.communicator.world_size == 1
@@ -151,7 +160,7 @@ def ddp_hook(
 
 
 def attach_ddp(
-    model: DistributedDataParallel, *optimizers: Any, loss_scale: Callable[[], float] | None = None
+    model: DistributedDataParallel, *optimizers: PlannedOptimizer, loss_scale: Callable[[], float] | None = None
 ) -> GradientSync:
     """Register :func:`ddp_hook` on a DDP model, for a training loop of your own. Call it before the first step.
 
@@ -217,7 +226,7 @@ def find_sync(model: DistributedDataParallel) -> GradientSync | None:
     return next((state for hook, state in registered if hook is ddp_hook), None)
 
 
-def check_owners(model: DistributedDataParallel, optimizers: Sequence[Any]) -> None:
+def check_owners(model: DistributedDataParallel, optimizers: Sequence[PlannedOptimizer]) -> None:
     """Check that DDP and the optimizers can share the averaging of the model's gradients."""
     if any(optimizer.zero_stage == 2 for optimizer in optimizers):
         raise ValueError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._utils import _take_tensors
 
 from hf_compressopt import kernels
-from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator
+from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator, Traffic
 from hf_compressopt.collectives.exchange import BucketErrors, Order, Pipeline, Task, all_reduce, in_runs
 from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members
 from hf_compressopt.collectives.sender import note_sent, size_of
@@ -29,6 +29,7 @@ from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment
 from hf_compressopt.kernels.memory import address_of, in_memory, is_direct, numbers_on, overwrite_, reads_at_once
 from hf_compressopt.kernels.messages import travels_in_full
+from hf_compressopt.schedules import Stage, StepPlan
 
 _BUCKET_BYTES = 25 * 2**20
 _Grads = Mapping[Tensor, Tensor | None]
@@ -368,11 +369,68 @@ def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
     return grad.as_strided(param.shape, strides) if strides == param.stride() else grad
 
 
+# -- optimizers whose gradients are sent here -------------------------------------------------------------------------
+
+
+class AveragedForms(Protocol):
+    """How an optimizer's averaged gradients travel."""
+
+    bits: int
+
+    @property
+    def rounds(self) -> GradientRounds: ...
+    def buckets(
+        self, loss_scale: float | None, *, owner: int = 0, present: Sequence[Tensor] | None = None
+    ) -> list[GradientBucket]: ...
+    def hand_out(self, first: Tensor | None = None, before: Mapping[Tensor, int] | None = None) -> None: ...
+
+
+class EarlyForms(Protocol):
+    """What an optimizer sends of local gradients during backward."""
+
+    def due(self, plan: StepPlan, before: StepPlan) -> bool: ...
+    def buckets(self, loss_scale: float | None, *, owner: int, present: Collection[Tensor]) -> list[GradientBucket]: ...
+    def note_gradients(self) -> None: ...
+
+
+class PlannedOptimizer(Protocol):
+    """An optimizer whose plan says of each step whether its gradients are averaged, and in which form they travel."""
+
+    param_groups: list[dict[str, Any]]
+    own_tensors: ClassVar[Mapping[Stage, Sequence[str]]]
+    zero_stage: int
+
+    @property
+    def communicator(self) -> Communicator: ...
+    @property
+    def traffic(self) -> Traffic: ...
+    @property
+    def plan(self) -> StepPlan: ...
+    @property
+    def last_plan(self) -> StepPlan: ...
+    @property
+    def trainable_parameters(self) -> list[Tensor]: ...
+    @property
+    def ranks_are_apart(self) -> bool: ...
+    @property
+    def warmup_gradients(self) -> AveragedForms: ...
+    @property
+    def early_messages(self) -> EarlyForms: ...
+    def own_parameters(self) -> list[Tensor]: ...  # those of param groups with a process group of their own
+    def shared_parameters(self) -> list[tuple[str, Tensor]]: ...  # the others, with their names
+    def require_same_options(self) -> None: ...
+    def label_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None: ...
+    def join_hook(self) -> Any: ...
+
+
 # -- plain loops, and param groups with gradients of their own --------------------------------------------------------
 
 
 def average_gradients(
-    optimizer_or_params: Any, process_group: dist.ProcessGroup | None = None, *, loss_scale: float | None = None
+    optimizer_or_params: PlannedOptimizer | Iterable[Tensor],
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    loss_scale: float | None = None,
 ) -> None:
     """Average ``p.grad`` over the ranks, in place, for a training loop without DDP. All ranks call.
 
