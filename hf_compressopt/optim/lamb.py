@@ -258,7 +258,7 @@ class OnebitLamb(CompressedAdam):
 
     def _alike(self) -> list[Any]:
         # native kernels and the reference round LAMB's norms differently
-        return [*super()._alike(), kernels.implementation(self.communicator.device).split()[0]]
+        return [*super()._alike(), f"kernels={kernels.implementation(self.communicator.device).split()[0]}"]
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return a copy of the last coefficients, one per trainable tensor, group by group."""
