@@ -10,12 +10,14 @@ torch's ShardedGradScaler does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from hf_compressopt.kernels.memory import fetch_later, reads_at_once
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
@@ -29,9 +31,20 @@ class GradScaler(torch.amp.GradScaler):
     # those that divide the scale out of errors while backward runs; hosts call no __init__
     _told: WeakSet[ZeroOptimizer | CompressedOptimizer] | None = None
 
+    _noted: tuple[Tensor, int, Callable[[], Tensor]] | None = None  # the scale and its version, and its copy
+
+    def get_scale(self) -> float:
+        """Return the scale, without a wait for what was queued since the last update: backward may be under way."""
+        scale = self._scale
+        if self._noted is not None and scale is self._noted[0] and scale._version == self._noted[1]:
+            return float(self._noted[2]())
+        return float(super().get_scale())
+
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale as torch does, and tell it to the optimizers that keep errors of gradients."""
         super().update(new_scale)
+        if self._scale is not None and not reads_at_once(self._scale.device):
+            self._noted = self._scale, self._scale._version, fetch_later(self._scale)
         for optimizer in self._told or ():
             if isinstance(optimizer, ZeroOptimizer):
                 optimizer.partition.reducer.note_scaler(self.get_scale())
@@ -40,7 +53,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of the scaler has: it does not know the optimizers."""
-        return {key: value for key, value in super().__getstate__().items() if key != "_told"}
+        return {key: value for key, value in super().__getstate__().items() if key not in ("_told", "_noted")}
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -17,7 +17,7 @@ Vectors and small tensors are averaged in full precision: larger neighbours in a
 import logging
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.format.index import NODE_SIZE
-from hf_compressopt.kernels.memory import numbers_on
+from hf_compressopt.kernels.memory import fetch_later, numbers_on
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,9 @@ class GradientCompression:
         devices = {param.device for param in self.params}
         if len(devices) > 1:
             raise ValueError(f"all parameters must be on one device, got {sorted(map(str, devices))}")
-        self.traffic, self.steps, self.steps_not_finite = Traffic(), 0, 0
+        self.traffic, self.steps, self._steps_not_finite = Traffic(), 0, 0
+        #: A step that was exchanged, and whether its gradients were not finite, on its way from a device.
+        self._fault: tuple[int, Callable[[], Tensor]] | None = None
         self._ranks_asked_for = communicator, process_group, wanted
         self._is_compact, self._loss_scale = state == "compact", loss_scale
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
@@ -163,6 +165,32 @@ class GradientCompression:
             self._record = self._answer(self._rows)
             self._watch()
         return self._connected
+
+    def _follow(self) -> None:
+        """Follow the parameters to the device to which a model was moved after this was made."""
+        communicator, errors = self._connect()
+        device = self.params[0].device if self.params else communicator.device
+        if device != communicator.device:
+            communicator.device = device
+            errors.to(device)
+
+    @property
+    def steps_not_finite(self) -> int:
+        """Steps whose gradients were not finite."""
+        self._read_fault()
+        return self._steps_not_finite
+
+    @steps_not_finite.setter
+    def steps_not_finite(self, count: int) -> None:
+        self._fault, self._steps_not_finite = None, count
+
+    def _read_fault(self) -> None:
+        """Count the step before, and say it, if its gradients were not finite; the copy was made long ago."""
+        if self._fault is not None:
+            (step, fault), self._fault = self._fault, None
+            if bool(fault()):
+                self._steps_not_finite += 1
+                self._warn_not_finite(step, "a rank")
 
     def _watch(self) -> None:
         if self._connected is not None:
@@ -196,6 +224,7 @@ class GradientCompression:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but what the next step makes anew."""
+        self._read_fault()
         if self._connected is not None:
             self._handed_out.settle()
         new: dict[str, Any] = {"_rounds": GradientRounds(), "_buckets": [], "_record": None, "_handed_out": None}
@@ -298,6 +327,7 @@ class GradientCompression:
         Raises:
             TypeError: For sparse gradients, on all ranks together if their gradients have the same layouts.
         """
+        self._follow()
         self._check_ranks()
         if self.communicator.world_size == 1:
             return
@@ -362,7 +392,9 @@ class GradientCompression:
 
     def _start(self) -> None:
         """Start the round of a step. All ranks call."""
+        self._follow()
         self._check_ranks()
+        self._read_fault()
         self._announcement.begin(self)
         if not self._buckets:
             of = self.errors, self.layout, self.params, self.communicator, 0, self.bits
@@ -373,26 +405,30 @@ class GradientCompression:
         begin_pass(self._buckets, self._handed_out, scale_of(self._loss_scale))
         self._rounds.begin(self._buckets)
 
-    def _finish(self, not_finite: Collection[int]) -> None:
-        if not_finite:
-            self._warn_not_finite()
-        self.steps_not_finite += bool(not_finite)
+    def _finish(self, fault: bool | Tensor) -> None:
         self.steps += 1
+        if isinstance(fault, Tensor):
+            self._fault = self.steps, fetch_later(fault)
+        elif fault:
+            self._steps_not_finite += 1
+            self._warn_not_finite(self.steps, self._whose_were_not_finite())
         self.traffic.end_step()
         self._announcement.end(self)
 
-    def _warn_not_finite(self) -> None:
+    def _whose_were_not_finite(self) -> str:
         """Say whose gradients were not finite, by what their messages have missed. All ranks call."""
         new = self.errors.pending
         missed = new is not None and not bool(new.worker_values().isfinite().all())
-        everyone = self.communicator.all_gather_object(missed)
+        ranks = [rank for rank, found in enumerate(self.communicator.all_gather_object(missed)) if found]
+        return f"rank {', '.join(map(str, ranks))}" if ranks else "a rank"
+
+    def _warn_not_finite(self, step: int, whose: str) -> None:
         if self.communicator.rank == 0:
-            ranks = [rank for rank, found in enumerate(everyone) if found]
             logger.warning(
                 "step %d: gradients of %s are not finite, and so are their averages on all ranks: an optimizer without "
                 "a GradScaler takes the step all the same, and its parameters become NaN. Errors stay as they were",
-                self.steps + 1,
-                f"rank {', '.join(map(str, ranks))}" if ranks else "a rank",
+                step,
+                whose,
             )
 
 

@@ -35,7 +35,7 @@ _BUCKET_BYTES = 25 * 2**20
 _Grads = Mapping[Tensor, Tensor | None]
 #: What ends the average of a bucket by whether a gradient of its owner is not finite, which the host may not know.
 _Finish = Callable[[bool | Tensor], None]
-_Done = Callable[[Collection[int]], None]
+_Done = Callable[[bool | Tensor], None]
 _FORMATS = {bits: IntegerFormat(bits) for bits in INTEGER_BITS}
 
 
@@ -276,7 +276,7 @@ class GradientRounds:
                 self.add(param, None)  # type: ignore[arg-type]
 
     def finish(self, done: _Done | None = None) -> None:
-        """End the round, and say which owners have a gradient that is not finite: only that waits for a GPU."""
+        """End the round, and say whether a gradient is not finite, [] bool where the host would wait for it."""
         self._send_rest()
         self._pipeline.drain()
         averages, self._averages = self._averages, []
@@ -285,7 +285,7 @@ class GradientRounds:
             if flag is not None:
                 flags.setdefault(owner, []).append(flag)
         dropped: dict[int, Any] = {owner: torch.stack(mine).any() for owner, mine in flags.items()}
-        if dropped and (done is not None or reads_at_once(next(iter(dropped.values())).device)):
+        if dropped and reads_at_once(next(iter(dropped.values())).device):
             dropped = dict(zip(dropped, torch.stack([*dropped.values()]).tolist(), strict=True))
         for owner, _, finish in averages:
             finish(dropped.get(owner, False))
@@ -293,7 +293,9 @@ class GradientRounds:
             overwrite_(original, copy)
         self._copies, self._grads = [], dict.fromkeys(self._grads)
         if done is not None:
-            done({owner for owner, fault in dropped.items() if fault})
+            faults = list(dropped.values())
+            late = bool(faults) and isinstance(faults[0], Tensor)
+            done(torch.stack(faults).any() if late else any(faults))
 
     def _hand_over(self) -> bool:
         """Send the rest, and let the owners end the round in their steps; False if a bucket writes into gradients."""

@@ -107,6 +107,23 @@ def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtyp
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
 
 
+def fetch_later(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to host memory, and return what returns the copy: it waits for no work queued later."""
+    if tensor.device.type != "cuda":
+        here = tensor.detach().to("cpu", copy=True)
+        return lambda: here
+    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    here.copy_(tensor.detach(), non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def fetched() -> Tensor:
+        copied.synchronize()
+        return here
+
+    return fetched
+
+
 def reads_at_once(device: torch.device) -> bool:
     """Return whether the host reads numbers of the device without waiting for work that is queued there."""
     return device.type == "cpu"

@@ -194,6 +194,39 @@ def test_a_value_that_is_not_finite_reaches_all_and_changes_no_error(
     assert same_on_all_ranks(p.grad for p in spoilt.params)
 
 
+@on_ranks(2)
+def test_a_flag_that_lies_on_a_device_is_read_in_the_next_step(rank: int, world_size: int) -> None:
+    """As on a GPU, which the host would wait for: errors are the same, and the log tells of it one step later."""
+    runs = []
+    for late in (False, True):
+        where = "hf_compressopt.collectives.{}.reads_at_once"
+        with (
+            log_lines() as lines,
+            unittest.mock.patch(where.format("gradients"), return_value=not late),
+            unittest.mock.patch(where.format("feedback"), return_value=not late),
+        ):
+            state = not_finite(rank, world_size, float("nan"), [0, 1, 3, 4, 2])
+            said = [line for line in lines if "are not finite, and so are their averages" in line]
+            assert len(said) == (0 if rank else 2 - late)
+            assert (state.steps_not_finite, pickle.loads(pickle.dumps(state)).steps_not_finite) == (2, 2)
+            said = [line for line in lines if "are not finite, and so are their averages" in line]
+            assert [line.split(":")[0] for line in said] == ([] if rank else ["step 2", "step 5"])
+        runs.append(state)
+    assert all(torch.equal(a, b) for a, b in zip(*(state.errors.buffers() for state in runs), strict=True))
+
+
+@on_ranks(2)
+def test_a_model_that_moved_to_another_device_is_followed(rank: int, world_size: int) -> None:
+    """Made beside a model in other memory, before model.cuda()."""
+    weight = nn.Parameter(torch.zeros(64, 64))
+    state = GradientCompression([weight], "int8")
+    state.communicator.device = torch.device("meta")
+    weight.grad = torch.full_like(weight, 1.0 + rank)
+    state.average_gradients()
+    assert state.communicator.device == state.errors.worker.device == weight.device
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 1.5), rtol=0.01, atol=0)
+
+
 # -- errors change where a step uses the gradients ---------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_compressopt
-from hf_compressopt import GradientCompression, average_gradients
+from hf_compressopt import GradientCompression, amp, average_gradients, grad_compression
 from hf_compressopt.collectives import feedback, gradients
 from hf_compressopt.kernels import native
 from hf_compressopt.optim import late, math
@@ -143,12 +143,21 @@ FETCHES: dict[str, tuple[str, dict[str, Any], int]] = {  # the most of a step th
     "OnebitAdam, the switch": ("OnebitAdam", {"freeze_step": 7}, 3),
     "OnebitAdam, zero_stage=2, the switch": ("OnebitAdam", {"freeze_step": 7, "zero_stage": 2}, 4),
     # with the averages of backward
-    "int4, hook": ("SGD", {"way": "hook"}, 1),
+    "int4, hook": ("SGD", {"way": "hook"}, 0),
     "OnebitAdam, warmup, hook": ("OnebitAdam", {"way": "hook", **WARMUP}, 1),
     "OnebitAdam, late, hook": ("OnebitAdam", {"way": "hook", "clip": "late"}, 1),
     # that no gradient is sparse, and which parameters have one anywhere, is known when it returns
     "OnebitAdam, average_gradients": ("OnebitAdam", {"way": "counted loop", **WARMUP}, 2),
 }
+
+
+FETCHED: list[torch.Tensor] = []  # copies in host memory, which were asked for in a step before
+
+
+def fetch_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    here = tensor.clone()
+    FETCHED.append(here)
+    return lambda: here
 
 
 class Fetches(TorchDispatchMode):
@@ -162,7 +171,7 @@ class Fetches(TorchDispatchMode):
         self.host = {tensor.untyped_storage().data_ptr() for tensor in host}
 
     def note(self, tensor: torch.Tensor) -> None:
-        self.count += tensor.untyped_storage().data_ptr() not in self.host
+        self.count += tensor.untyped_storage().data_ptr() not in self.host and all(tensor is not t for t in FETCHED)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"):
@@ -183,6 +192,7 @@ class Fetches(TorchDispatchMode):
             mock.patch.object(late, "reads_at_once", lambda device: False),
             mock.patch.object(gradients, "reads_at_once", lambda device: False),
             mock.patch.object(feedback, "reads_at_once", lambda device: False),
+            mock.patch.object(grad_compression, "fetch_later", fetch_later),
             self,
         ):
             yield
@@ -248,6 +258,30 @@ def test_a_step_fetches_no_value_per_bucket(case: str) -> None:
     assert max(count for count, _ in few) == max(count for count, _ in many) <= most
     if "switch" not in case:  # its tables are copied to a device once, but not kept inside a mode of torch's dispatch
         assert [copies for _, copies in many] == [Counter()] * 2
+
+
+def test_a_scale_is_fetched_where_it_changes_and_not_in_backward() -> None:
+    """By hf_compressopt.GradScaler, whose scale lies on a device as if it were one."""
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = hf_compressopt.GradScaler("cpu", init_scale=1024.0)
+    with (
+        mock.patch.object(amp, "reads_at_once", lambda device: False),
+        mock.patch.object(amp, "fetch_later", fetch_later),
+    ):
+        for factor, expected in ((torch.inf, 512.0), (1.0, 512.0)):
+            scaler.scale(factor * weight.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            with Fetches(optimizer) as counter:
+                assert scaler.get_scale() == expected
+            assert counter.count == 0
+        state = scaler.state_dict()
+        scaler.update(64.0)
+        assert scaler.get_scale() == 64.0
+        scaler.load_state_dict(state)
+        assert scaler.get_scale() == 512.0
 
 
 class Calls(TorchDispatchMode):
