@@ -268,13 +268,16 @@ class HostCopies(TorchFunctionMode):
         if hasattr(func, "uncounted"):  # copying_calls() has counted it
             func, name = func.uncounted, func.uncounted.__name__
             self.counts[name] -= self.in_host_memory(first)  # which waits for nothing
-        if name == "copy_" and self.in_host_memory(first) != self.in_host_memory(second):
+        waits = not kwargs.get("non_blocking")
+        if name == "copy_" and waits and self.in_host_memory(first) != self.in_host_memory(second):
             self.counts["copy_"] += 1
+        if name == "__setitem__" and isinstance(args[2], Tensor):
+            self.counts["copy_"] += self.in_host_memory(first) != self.in_host_memory(args[2])
         if name in ("__getitem__", "__setitem__") and isinstance(second, list) and not self.in_host_memory(first):
             self.counts["index"] += 1
-        if name == "to" and self.in_host_memory(first) and second != "cpu" and not isinstance(second, torch.dtype):
-            if not kwargs.get("non_blocking"):
-                self.counts["to"] += 1
+        stays = isinstance(second, torch.dtype) or self.in_host_memory(second)
+        if name == "to" and self.in_host_memory(first) and not stays and second != "cpu":
+            self.counts["to"] += waits
             return func(*args, **kwargs).clone()  # on the device from now on
         result = func(*args, **kwargs)
         if isinstance(result, Tensor):

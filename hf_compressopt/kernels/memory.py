@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 
 import torch
 from torch import Tensor
@@ -107,15 +107,29 @@ def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtyp
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
 
 
-def fetch_later(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy a tensor to host memory, and return what returns the copy: it waits for no work queued later."""
+@lru_cache
+def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def fetch_later(tensor: Tensor, *, beside: bool = False) -> Callable[[], Tensor]:
+    """Begin to copy a tensor to host memory, and return what returns the copy: it waits for no work queued later.
+
+    ``beside``: On a stream of its own, so that a large copy holds up no kernel.
+    """
     if tensor.device.type != "cuda":
         here = tensor.detach().to("cpu", copy=True)
         return lambda: here
     here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    here.copy_(tensor.detach(), non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(tensor.device))
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    now = torch.cuda.current_stream(tensor.device)
+    stream = _stream_of_copies(tensor.device) if beside else now
+    stream.wait_stream(now)
+    with torch.cuda.stream(stream):
+        here.copy_(tensor.detach(), non_blocking=True)
+        copied.record(stream)
+    if beside:
+        tensor.record_stream(stream)
 
     def fetched() -> Tensor:
         copied.synchronize()

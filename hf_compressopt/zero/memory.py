@@ -125,6 +125,8 @@ def memory_report(optimizer: Partitioned) -> MemoryReport:
     params = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
     reducer = optimizer.partition.reducer
     states, masters = 0, 0
+    for gradients in reducer.slices:
+        gradients.land()
     for part in optimizer.partition.parts():
         states += sum(value.nbytes for value in part.state.values() if isinstance(value, Tensor))
         masters += 0 if part.direct else part.tensor.nbytes

@@ -480,9 +480,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _move_states(self, *, to_host: bool) -> None:
         for part in self.partition.parts():
             move = in_host_memory if to_host else partial(Tensor.to, device=part.real.device)
+            move = partial(move, non_blocking=True)
             if not part.direct:
                 part.tensor.data = move(part.tensor)
             part.move_state(move)
+        for device in {part.real.device for part in self.partition.parts()} if to_host else ():
+            torch.accelerator.synchronize(device)
         self._states_are_away = to_host
 
     # -- state dict ---------------------------------------------------------------------------------------------------

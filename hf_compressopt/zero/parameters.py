@@ -166,9 +166,15 @@ class PartitionedParameters:
         """Follow the parameters: a model may be moved or loaded after its optimizer was made."""
         if self.holds_masters:
             return
+        later: list[tuple[Tensor, Callable[[], object]]] = []  # of parts in host memory: one wait for all of them
         for part in self.parts():
-            if part.follow():
+            if part.follow(later):
                 part.move_state()
+        for device in {flag.device for flag, _ in later}:
+            mine = [row for row in later if row[0].device == device]
+            for written, (_, take_over) in zip(torch.stack([flag for flag, _ in mine]).tolist(), mine, strict=True):
+                if written:
+                    take_over()
         self.reducer.follow_parameters()
 
     def check_ranks_agree(self, steps: int, options: Sequence[str], groups: Sequence[dict[str, Any]]) -> None:

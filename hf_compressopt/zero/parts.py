@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import Span
+from hf_compressopt.kernels.memory import reads_at_once
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.zero.config import ZeroConfig
 
@@ -140,8 +141,8 @@ def write_span(param: Tensor, start: int, stop: int, values: Tensor) -> None:
         param.copy_(flat.view(param.shape))
 
 
-def in_host_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+def in_host_memory(tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=non_blocking)
 
 
 class Part:
@@ -170,7 +171,9 @@ class Part:
 
     def write_back(self) -> None:
         if not self.direct:
-            write_span(self.real, self.span.start, self.span.stop, self.tensor)
+            # page-locked if it is offloaded, and not written before the next step, which waits for the device
+            values = self.tensor.to(self.real.device, non_blocking=True)
+            write_span(self.real, self.span.start, self.span.stop, values)
             self._version = self.tensor._version
             # on a device a copy's values are compared instead: the host would wait for sums
             if self.is_ahead or self.tensor.is_cpu:
@@ -186,8 +189,10 @@ class Part:
         """Take these values of the parameter as right: values that other code writes later are seen."""
         self._sums = _sums_of_bits(values.reshape(-1))
 
-    def follow(self) -> bool:
+    def follow(self, later: list[tuple[Tensor, Callable[[], object]]] | None = None) -> bool:
         """Follow the parameter to other memory, and to values that others have written. Returns if the device is new.
+
+        ``later`` takes what the host would wait for: whether values were written, [] bool, and what to do then.
 
         A master copy keeps its digits for elements that still are what it rounds to, and takes the parameter's value
         for all others; a master that is ahead takes all values if one was written. Values are compared, by sums of
@@ -200,7 +205,7 @@ class Part:
                 return False  # the memory is still held: no other tensor has this address
         values = self.replica
         if not self.direct:
-            (self._follow_replica if self.is_ahead else self._follow_copy)(values)
+            (self._follow_replica if self.is_ahead else self._follow_copy)(values, later)
             return False
         moved = values.device != self.tensor.device
         if not param.is_contiguous() or values.dtype != self.tensor.dtype:  # model.to(channels_last) or .to(dtype)
@@ -209,12 +214,18 @@ class Part:
             self.tensor.data = values
         return moved
 
-    def _follow_copy(self, values: Tensor) -> None:
+    def _follow_copy(self, values: Tensor, later: list[tuple[Tensor, Callable[[], object]]] | None) -> None:
         before, self._sums = self._sums, None  # a step that fails may leave the copy changed, and the parameter not
-        if before is None or self._version != self.tensor._version or _differ(before, _sums_of_bits(values)):
-            _take_over(self.tensor, values)
+        if before is not None and self._version == self.tensor._version:
+            now = _sums_of_bits(values)
+            if later is not None and _on_a_device(before, now):
+                later.append((_changed(before, now), partial(_take_over, self.tensor, values)))
+                return
+            if not _differ(before, now):
+                return
+        _take_over(self.tensor, values)
 
-    def _follow_replica(self, values: Tensor) -> None:
+    def _follow_replica(self, values: Tensor, later: list[tuple[Tensor, Callable[[], object]]] | None) -> None:
         """Take all values if any of them was written: single elements differ from what the master rounds to anyway."""
         before, self._sums = self._sums, _sums_of_bits(values)
         if before is not None:
@@ -222,6 +233,9 @@ class Part:
             alike = [old.dtype for old in before] == [new.dtype for new in self._sums]
             if alike and not values.is_cpu and values.device == self.tensor.device:  # the host does not wait for it
                 values = torch.where(_changed(before, self._sums), values.to(self.tensor.dtype), self.tensor)
+            elif later is not None and _on_a_device(before, self._sums):
+                later.append((_changed(before, self._sums), partial(self.tensor.copy_, values)))
+                return
             elif not _differ(before, self._sums):
                 return
         self.tensor.copy_(values)
@@ -264,6 +278,12 @@ def _sums_of_bits(values: Tensor) -> list[Tensor]:
 
 def _changed(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
     return torch.stack([(old != new).any() for old, new in zip(before, now, strict=True)]).any()
+
+
+def _on_a_device(before: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
+    """Tell whether sums can be compared where they are, and the host would wait for it."""
+    rows = zip(before, now, strict=True)
+    return not reads_at_once(now[0].device) and all(o.dtype == n.dtype and o.device == n.device for o, n in rows)
 
 
 def _differ(before: Sequence[Tensor], now: Sequence[Tensor]) -> bool:

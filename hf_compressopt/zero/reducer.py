@@ -26,7 +26,7 @@ precision. Then (1) is among the peers: r and W are nodes, and each rank has the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -50,11 +50,11 @@ from hf_compressopt.collectives.exchange import (
 from hf_compressopt.collectives.feedback import keep_, scale_, values_of
 from hf_compressopt.flat import FLOAT_BYTES, Span
 from hf_compressopt.kernels import Average, Combination, CompactErrors, IntegerFormat, Segment, sum_of_squares
-from hf_compressopt.kernels.memory import flat_view, in_memory, is_direct, numbers_on
+from hf_compressopt.kernels.memory import fetch_later, flat_view, in_memory, is_direct, numbers_on
 from hf_compressopt.optim.agreement import digest_of
 from hf_compressopt.optim.math import known_clip_factor
 from hf_compressopt.zero.config import ZeroConfig
-from hf_compressopt.zero.parts import Part, Slice, TrainedParameter, UpdateBucket, in_host_memory, write_span
+from hf_compressopt.zero.parts import Part, Slice, TrainedParameter, UpdateBucket, write_span
 
 
 class LossScale:
@@ -91,6 +91,7 @@ class SliceGradients:
     errors: CompactErrors | None = None  # of this rank's messages of gradients, in the unit without a loss scale
     pending: CompactErrors | None = None  # those since the last step, until it is taken, or dropped with them
     average: Tensor | None = None  # [part_numel] this rank's part, summed over the passes; None before the first
+    coming: Callable[[], Tensor] | None = None  # that of the last pass, on its way to host memory; see land()
     buffer: Tensor | None = None  # [cut.numel], to be sent
     filled: set[int] = field(default_factory=set)  # the parameters whose gradients are in it
     sent: bool = False
@@ -150,8 +151,15 @@ class SliceGradients:
                 buffer[begin : begin + span.numel] = 0
         return buffer
 
+    def land(self) -> None:
+        """Add to the average what is on its way to host memory."""
+        if self.coming is not None:
+            part, self.coming = self.coming(), None
+            self.average = part if self.average is None else self.average.add_(part)
+
     def average_of(self, span: Span) -> Tensor:
         """Return the average of a span, sharing memory; it begins as zeros if there is none."""
+        self.land()
         if self.average is None:
             self.average = torch.zeros(self.cut.part_numel, dtype=self.kept_dtype, device=self.device)
         return self.average[span.offset : span.offset + span.numel]
@@ -331,7 +339,10 @@ class GradientReducer:
             if self._config.postscale_gradients:
                 average = average * (self._config.gradient_predivide_factor / ranks.world_size)
         part = average.to(gradients.kept_dtype)
-        part = in_host_memory(part) if gradients.offload else part
+        if gradients.offload:
+            gradients.land()  # the part of an earlier pass
+            gradients.coming = fetch_later(part, beside=True)
+            return
         gradients.average = part if gradients.average is None else gradients.average.add_(part)
 
     def end_pass(self) -> None:
@@ -363,6 +374,8 @@ class GradientReducer:
     def copy_averages(self, other: GradientReducer) -> None:
         """Take copies of the averages and errors of a reducer of the same layout."""
         for mine, theirs in zip(self.slices, other.slices, strict=True):
+            theirs.land()
+            mine.coming = None
             for name in ("average", "errors", "pending"):
                 setattr(mine, name, deepcopy(getattr(theirs, name)))
         self.present = list(other.present)
@@ -371,7 +384,7 @@ class GradientReducer:
         """Drop all gradients, and the errors of their messages. All ranks call if a pass is open."""
         self.backward.flush()
         for gradients in self.slices:
-            gradients.average = gradients.pending = None
+            gradients.average = gradients.pending = gradients.coming = None
         for number, known in enumerate(self.known):
             self.present[number] = False
             known.tensor.grad = None
@@ -493,11 +506,15 @@ class GradientReducer:
         squares = torch.zeros(2, dtype=torch.float64, device=self._communicator.device)
         found: dict[tuple[int, torch.device], list[Tensor]] = {}
         for gradients in self.slices:
+            gradients.land()
             for span in gradients.cut.parts[gradients.communicator.rank] if gradients.average is not None else ():
                 average, kind = gradients.average_of(span), int(self.known[span.index].model_parallel)
                 found.setdefault((kind, average.device), []).append(average)
         for (kind, device), tensors in found.items():
-            squares[kind] += sum_of_squares(tensors, device).to(squares.device)
+            square = sum_of_squares(tensors, device)
+            if square.device != squares.device:
+                square = numbers_on(squares.device, [square.item()], torch.float64)[0]
+            squares[kind] += square
         return squares
 
 
@@ -553,7 +570,7 @@ def send_differences(
     ahead = torch.zeros(cut.part_numel, dtype=torch.float32, device=device)
     for part in parts:
         place = ahead[part.span.offset : part.span.offset + part.span.numel]
-        torch.sub(part.tensor.to(device), part.replica, out=place)
+        torch.sub(part.tensor.to(device, non_blocking=True), part.replica, out=place)
     gathered = torch.empty(count * nbytes, dtype=torch.uint8, device=device)
     message = gathered[communicator.topology.own_chunk * nbytes :][:nbytes]
     kernels.on(message).compress_(form, Combination(cut.part_numel, device), ahead, message, 1)

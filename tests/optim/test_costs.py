@@ -13,10 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_compressopt
-from hf_compressopt import GradientCompression, amp, average_gradients, grad_compression
+from hf_compressopt import GradientCompression, ZeroOptimizer, amp, average_gradients, grad_compression
 from hf_compressopt.collectives import feedback, gradients
 from hf_compressopt.kernels import native
 from hf_compressopt.optim import late, math
+from hf_compressopt.zero import config, parts, reducer
 from tests.support.family import optimizer_of
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.launching import REPO_ROOT
@@ -258,6 +259,49 @@ def test_a_step_fetches_no_value_per_bucket(case: str) -> None:
     assert max(count for count, _ in few) == max(count for count, _ in many) <= most
     if "switch" not in case:  # its tables are copied to a device once, but not kept inside a mode of torch's dispatch
         assert [copies for _, copies in many] == [Counter()] * 2
+
+
+def offloaded(rank: int, tensors: int, **options: Any) -> tuple[int, Counter[str], list[torch.Tensor]]:
+    """Count the fetches of a step of ZeRO, and the copies that wait between host memory and the device."""
+    with HostCopies(copies := Counter()):
+        net = Products(tensors)
+        optimizer = ZeroOptimizer(
+            net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, reduce_bucket_size=300, **options
+        )
+        for step in range(4):
+            counter = Fetches(None)
+            copies.clear()
+            with counter.counting():
+                net(torch.randn(16, 16, generator=torch.Generator().manual_seed(2 * step + rank))).backward()
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+        return counter.count, +copies, [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_compression": "int4", "param_compression": "int4"}])
+@on_ranks(2)
+def test_an_offloaded_step_waits_as_seldom_as_one_on_the_device(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
+    """With all copies through page-locked memory, as if the CPU were a device with memory of its own."""
+
+    def in_host_memory(tensor: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+        return torch.empty_like(tensor, device="cpu").copy_(tensor, non_blocking=non_blocking)
+
+    def later(tensor: torch.Tensor, *, beside: bool = False) -> Callable[[], torch.Tensor]:
+        here = in_host_memory(tensor, non_blocking=True)
+        return lambda: here
+
+    _, _, expected = offloaded(rank, 24, **options)
+    with (
+        mock.patch.object(config, "require_accelerator"),
+        mock.patch.object(parts, "in_host_memory", in_host_memory),
+        mock.patch.object(parts, "reads_at_once", return_value=False),
+        mock.patch.object(reducer, "fetch_later", later),
+    ):
+        few, many = (offloaded(rank, tensors, offload_optimizer="cpu", **options) for tensors in (3, 24))
+    assert few[:2] == many[:2] == (2, Counter())  # whether other code has written parameters, and the norm
+    assert all(torch.equal(a, b) for a, b in zip(many[2], expected, strict=True))
 
 
 def test_a_scale_is_fetched_where_it_changes_and_not_in_backward() -> None:
