@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import tempfile
 import time
 import traceback
@@ -41,13 +42,17 @@ NEAR = 0.02  # by how much the losses of native kernels and of the reference may
 # -- what is trained --------------------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    """44 layers of odd sizes: 90 tensors, more than one of a GPU's small tables holds."""
+#: 90 tensors, more than one of a GPU's small tables holds; a CPU has no such tables.
+LAYERS = {"cuda": 44, "cpu": 15}
 
-    def __init__(self) -> None:
+
+class Net(nn.Module):
+    """Layers of odd sizes."""
+
+    def __init__(self, layers: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(33, 33) for _ in range(44))
+        self.layers = nn.ModuleList(nn.Linear(33, 33) for _ in range(layers))
         self.head = nn.Linear(33, 7)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +73,7 @@ class Rank:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def net(self) -> Net:
-        return Net().to(self.device)
+        return Net(LAYERS[self.device.type]).to(self.device)
 
     def loss(self, model: nn.Module, step: int) -> Tensor:
         """The loss of this rank's examples: different on each rank, the same every fourth step."""
@@ -359,16 +364,23 @@ def verdict(name: str, ranks: Sequence[dict[str, Any]], device: str) -> dict[str
 
 
 def run_paths(
-    world_size: int, device: torch.device, report: Callable[[dict[str, Any]], None], names: Sequence[str] = ()
+    world_size: int,
+    device: torch.device,
+    report: Callable[[dict[str, Any]], None],
+    names: Sequence[str] = (),
+    end: float = math.inf,
 ) -> None:
-    """Run paths on so many processes that share a device, and report a row for each as soon as it is there."""
+    """Run paths on so many processes that share a device, and report a row for each as soon as it is there.
+
+    Paths that have not ended by ``end``, by time.time(), are reported with "ok" None.
+    """
     todo = [name for name in names or PATHS[world_size] if device.type == "cuda" or name not in NEEDS_GPU]
-    while todo:
+    while todo and time.time() < end:
         with tempfile.TemporaryDirectory() as folder:
             given = (world_size, todo, str(device), folder)
             context = mp.start_processes(run_rank, given, world_size, join=False, start_method="spawn")
             died, began, done = "", time.time(), 0
-            while done < len(todo) and not died:
+            while done < len(todo) and not died and time.time() < end:
                 files = [Path(folder, f"{done}.{rank}") for rank in range(world_size)]
                 try:
                     ended = context.join(timeout=0.2)
@@ -388,3 +400,5 @@ def run_paths(
                 report({"ok": False, "path": todo[done], "ranks": world_size, "seconds": 0, "error": died})
                 done += 1
             todo = todo[done:]
+    for name in todo:
+        report({"ok": None, "path": name, "ranks": world_size, "because": "no time is left"})
