@@ -232,6 +232,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Take the compressed step of one bucket: yield what this rank sends, once, and go on with the average."""
         raise NotImplementedError("abstract")
 
+    def _share_of_gradient(self, state: GroupState) -> float:
+        """Return the factor of this rank's gradient in what is sent after the switch, and so of its errors."""
+        return float(1 - state.options["betas"][0])
+
     def _begin_group(self, plan: StepPlan, state: GroupState) -> Any:
         """Return what the buckets of a param group share in a compressed step: ``BucketStep.shared``."""
 
@@ -392,7 +396,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Switch to the compressed stage: errors of gradients become errors of the momentum that they are part of."""
         for state in self._states:
             if state.compressed:
-                factor = (1 - state.options["betas"][0]) * self._clip_of_errors()
+                factor = self._share_of_gradient(state) * self._clip_of_errors()
                 state.errors.scale_([factor] * len(state.params))
         self._freeze()
         sent, norm = self._after_the_switch

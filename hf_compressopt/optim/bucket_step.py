@@ -2,7 +2,8 @@
 
 An algorithm is a generator per bucket, which is read from top to bottom: it yields what this rank wants to send, and is
 sent the compressed average of what all ranks have sent. Whether the message leaves in the step or during backward,
-alone or beside others, and what becomes of the errors of a step that is not taken, is the optimizer's matter.
+alone or beside others, and what becomes of the errors of a step that is not taken, is the optimizer's matter. What
+stands before the ``yield`` only reads: it runs again where a message is made during backward.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class BucketStep:
     errors: BucketErrors
     #: This rank's gradients, one (or None) per parameter of the group; None if the message has left already.
     grads: Sequence[Tensor | None] | None
+    #: What the algorithm's ``_begin_group`` has returned for the step; to be read after the ``yield``.
     shared: Any = None
 
     @property
@@ -87,7 +89,10 @@ class BucketStep:
         return self.state.variance(self.bucket)
 
     def store_momentum(self, average: Average) -> Tensor | None:
-        """Make an average the momentum. Returns memory for its values, [numel] float32; None if it stays as it came."""
+        """Make an average the momentum. Returns memory for the kernel to store its values in, [numel] float32.
+
+        None if the average takes the momentum's place as it came, in messages.
+        """
         if self.state.keeps_average(self.bucket, average):
             self.state.moments.keep(self.bucket, average)
             return None

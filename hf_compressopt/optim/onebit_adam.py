@@ -1,18 +1,22 @@
 """1-bit Adam (Tang et al. 2021, arXiv 2102.02888).
 
-With g_r the gradient of rank r, g their mean, and t the step:
+With g_r the gradient of rank r, g their mean as ``warmup_bits`` sends it, and t the step:
 
 Warmup stage, t <= freeze_step (AdamW, arXiv 1711.05101):
     m = b1 m + (1 - b1) g                                                                   (1)
     v = b2 v + (1 - b2) g^2                                                                 (2)
     p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps)                                           (3)
-At the end of step freeze_step, once: m <- m^, v <- v^; in each tensor v <- max(v, variance_floor mean(v)).
+At the end of step freeze_step, once: m <- m^, v <- v^; in each tensor v <- max(v, variance_floor mean(v)). Errors of
+low-bit gradients become errors of m_r, times 1 - b1 (``CompressedAdam._end_warmup``).
 Compressed stage, t > freeze_step:
     m_r = b1 m + (1 - b1) g_r                                                               (4)
     m = compressed_all_reduce(m_r), times exp_avg_mask if there is one                      (5)
     p <- p (1 - lr wd) - lr bounded(m / (sqrt(v) + eps))                                    (6)
-where bounded(d) cuts every element of d to +-max_update. In (5) small tensors are averaged in full precision, beside
-the messages (:func:`~hf_compressopt.kernels.messages.travels_beside_signs`): one scale would be theirs and a matrix's.
+where bounded(d) cuts every element of d to +-max_update. Q is the sign of each element times one scale per block, and
+    compressed_all_reduce(m_r):  u = m_r + worker_error;  worker_error <- u - Q(u);
+    on the rank that serves a chunk:  s = mean_r Q(u) + server_error;  server_error <- s - Q(s);  all ranks get Q(s),
+which is :func:`~hf_compressopt.collectives.exchange.all_reduce`. Small tensors are averaged in full precision, beside
+these messages: :func:`~hf_compressopt.kernels.messages.travels_beside_signs`.
 """
 
 from __future__ import annotations
@@ -53,7 +57,7 @@ class OnebitAdam(CompressedAdam):
         TypeError: For parameters that no option can make work.
     """
 
-    momentum_is_message = True
+    momentum_is_message = True  # for the planner: after the switch the last message is the momentum
     _clips = CLIPS
     zero_stages = (0, 1, 2)
 
@@ -81,6 +85,21 @@ class OnebitAdam(CompressedAdam):
         if fused_warmup is not None:
             self._fused_warmup = fused_warmup
 
+    # -- the algorithm -------------------------------------------------------------------------------------------------
+
+    def _warmup_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
+        state.take_adam_step(grads, fused=self._fused_warmup)  # (1), (2), (3), of averaged gradients
+
+    def _compressed(self, step: BucketStep) -> Exchange:
+        beta1, _ = step.options["betas"]
+        # (4), a message of beta1 times m and 1 - beta1 times g_r; (5), its mean over the ranks, times the mask
+        m = yield step.message(step.momentum, beta1, 1 - beta1)
+        to_store, descent = step.store_momentum(m), step.shared  # lr, decay, eps and bound
+        with step.parameters() as params:
+            step.kernels.apply_adam_(AdamUpdate(m, to_store, step.variance, params, descent))  # (6)
+
+    # -- zero_stage=2: gradients that leave during backward ------------------------------------------------------------
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         if self.freed is not None:
@@ -101,14 +120,3 @@ class OnebitAdam(CompressedAdam):
         super().zero_grad(set_to_none)
         if self.freed is not None:
             self.freed.drop()
-
-    def _warmup_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
-        state.take_adam_step(grads, fused=self._fused_warmup)  # (1), (2), (3)
-
-    def _compressed(self, step: BucketStep) -> Exchange:
-        beta1, _ = step.options["betas"]
-        average = yield step.message(step.momentum, beta1, 1 - beta1)  # (4), (5)
-        momentum = step.store_momentum(average)
-        with step.parameters() as params:
-            update = AdamUpdate(average, momentum, step.variance, params, descent=step.shared)
-            step.kernels.apply_adam_(update)  # (6)

@@ -15,6 +15,6 @@ def test_every_equation_of_an_algorithm_stands_at_its_code(file: str) -> None:
     text = (OPTIM / file).read_text()
     docstring = ast.get_docstring(ast.parse(text)) or ""
     numbered = re.findall(r"\((\d)\)$", docstring, re.MULTILINE)
-    at_code = [re.findall(r"\((\d)\)", line.partition("  # ")[2]) for line in text.splitlines()]
+    at_code = [re.findall(r"\((\d)\)", line.partition(" # ")[2]) for line in text.splitlines()]
     assert numbered == sorted(set(numbered)) and len(numbered) >= 6
     assert {number for numbers in at_code for number in numbers} == set(numbered)
