@@ -30,6 +30,7 @@ from hf_compressopt.integrations.deepspeed_options import (
     number,
 )
 from hf_compressopt.integrations.plugin import read_optim_args, text_options
+from hf_compressopt.optim.lamb import FROZEN_OPTIONS
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 
@@ -122,6 +123,7 @@ def facts_of(config: dict[str, Any], ranks: int | None, same_arithmetic: bool) -
     unheeded = ("bias_correction", "eps_inside_sqrt") if compressed else ()
     unclipped = same_arithmetic or not norm or get("gradient_clipping")  # max_grad_norm clips nothing
     missing, size = _missing_size(config, ranks)
+    factors = any(get(f"{params}{name}") is not None for name in FROZEN_OPTIONS)
     sections = dict.fromkeys(option.split(".")[0] for option in config)
     optional = ("fp16", "bf16", "tensorboard", "wandb")  # off if nothing is said
     off = [name for name in sections if name.isidentifier() and not get(f"{name}.enabled", name not in optional)]
@@ -131,6 +133,7 @@ def facts_of(config: dict[str, Any], ranks: int | None, same_arithmetic: bool) -
         known=", ".join([*OPTIMIZERS, *ZERO_NAMES]),
         compressed=compressed,
         as_deepspeed=compressed and same_arithmetic,
+        frozen_ratio=optim == "onebit_lamb" and (same_arithmetic or factors),
         heeded=" ".join(name for name in legal if name not in unheeded),
         mpi=get(f"{params}comm_backend_name") == "mpi",
         unclipped=unclipped,

@@ -244,6 +244,16 @@ RULES: list[Rule] = [
         becomes("warmup_bits", when=lambda f: f.as_deepspeed, default=32, remark="what DeepSpeed computed"),
         becomes("state", when=lambda f: f.as_deepspeed, default="float32", remark="what DeepSpeed computed"),
         becomes("max_update", when=lambda f: f.as_deepspeed, default=0, remark="what DeepSpeed computed"),
+        becomes("trust_ratio", when=lambda f: f.frozen_ratio, default="frozen", remark="what DeepSpeed computed"),
+        differs(
+            "trust_ratio",
+            when=lambda f: f.optim == "onebit_lamb",
+            default="frozen",
+            remark=(
+                "DeepSpeed kept averages of the warmup stage's trust ratios, as trust_ratio=frozen does; measured, the "
+                "default, lets them follow the norms of tensors and updates, and reaches a lower loss"
+            ),
+        ),
         differs(
             "scale_block",
             when=lambda f: f.compressed and not f.as_deepspeed,

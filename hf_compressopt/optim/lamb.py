@@ -15,9 +15,13 @@ At the end of step freeze_step, once: bias corrections and variance floor as in 
 Compressed stage, t > freeze_step:
     m_r = b1 m + (1 - b1) g_r;  m' = compressed_all_reduce(m_r scaling_coeff) / scaling_coeff     (3)
     g' = (m' - b1 m) / (1 - b1);  v_fresh = b2 v_fresh + (1 - b2) g'^2                            (4)
-    factor = max((sqrt(v) + eps) / (sqrt(v_fresh) + eps)), bounded                                (5)
-    update = bounded(m' / (sqrt(v) + eps)) + wd p;  p <- p - lr c factor update                   (6)
-where bounded(d) cuts every element of d to +-max_update.
+    update = bounded(m' / (sqrt(v) + eps)) + wd p;  p <- p - lr coeff update                      (5)
+With trust_ratio="measured":
+    r = ||p|| / ||update||;  coeff = clamp(c r / r_switch, min_coeff, max_coeff)                  (6)
+where r_switch is the mean of r over the first 20 compressed steps, in which coeff = c. With "frozen", as published:
+    coeff = c factor, factor = max((sqrt(v) + eps) / (sqrt(v_fresh) + eps)), bounded              (7)
+where bounded(d) cuts every element of d to +-max_update. A message of signs is several times as long as the momentum
+that it stands for, so that r tells by how much LAMB's coefficient changes, and not what it is.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -48,6 +53,13 @@ from hf_compressopt.optim.math import (
 )
 from hf_compressopt.optim.options import check_at_least, check_last_group
 from hf_compressopt.schedules import Schedule, StepPlan
+
+#: Legal values of OnebitLamb's ``trust_ratio``.
+MEASURED, FROZEN = TRUST_RATIOS = ("measured", "frozen")
+#: Its options that only "frozen" heeds.
+FROZEN_OPTIONS = ("factor_max", "factor_min", "factor_threshold")
+#: Compressed steps by whose ratios "measured" knows what a ratio was at the switch.
+SWITCH_STEPS = 20
 
 
 class Lamb(torch.optim.Optimizer):
@@ -184,6 +196,17 @@ def _check_coefficients(min_coeff: float, max_coeff: float) -> None:
     check_at_least("max_coeff", max_coeff, min_coeff)
 
 
+def _check_frozen_options(trust_ratio: str, values: dict[str, float]) -> None:
+    """Refuse values of ``FROZEN_OPTIONS`` that would be without effect."""
+    defaults = signature(OnebitLamb).parameters
+    changed = [f"{name}={value}" for name, value in values.items() if value != defaults[name].default]
+    if changed and trust_ratio == MEASURED:
+        raise ValueError(
+            f"{', '.join(changed)} must be left out with trust_ratio='measured', which has no such factor: give "
+            "trust_ratio='frozen', or leave out"
+        )
+
+
 @dataclass(frozen=True)
 class OnebitLambSchedule(Schedule):
     """The schedule of 1-bit Adam, with a longer warmup if that sends low-bit gradients: it learns trust ratios too."""
@@ -209,12 +232,14 @@ class OnebitLamb(CompressedAdam):
     Args:
         params: As for OnebitAdam.
         lr: Learning rate, >= 0.
-        max_coeff: Upper bound of the trust ratio in the warmup stage.
+        trust_ratio: Those of the compressed stage begin with the average of the warmup stage's. "measured" follows the
+            norms of a tensor and of its update; "frozen", as published, takes a factor.
+        max_coeff: Upper bound of a trust ratio, but for that factor.
         min_coeff: Lower bound of it, >= 0.
-        coeff_beta: Coefficient of its running average, in [0, 1).
-        factor_max: Upper bound of the factor on that average in the compressed stage.
+        coeff_beta: Coefficient of the running average, in [0, 1).
+        factor_max: Upper bound of the factor, with trust_ratio="frozen".
         factor_min: Lower bound of it, >= 0.
-        factor_threshold: Largest relative change of the factor in one step, >= 0.
+        factor_threshold: Largest relative change of it in one step, >= 0.
         **options: See :class:`~hf_compressopt.optim.compressed_adam.CompressedAdam`.
 
     Raises:
@@ -228,6 +253,8 @@ class OnebitLamb(CompressedAdam):
         ExtraState("scaling_coeff", "parameter", 1.0),
         ExtraState("lamb_coeff_freeze", "parameter"),
         ExtraState("lamb_coeff_updates", "parameter"),
+        ExtraState("ratio_at_switch", "parameter"),
+        ExtraState("ratio_steps", "parameter"),
         ExtraState("last_factor", "parameter", 1.0),
         ExtraState("lamb_coeff", "parameter", 1.0, always=True),
     )
@@ -237,6 +264,7 @@ class OnebitLamb(CompressedAdam):
         params: Any,
         lr: float | Tensor = 1e-3,
         *,
+        trust_ratio: str = MEASURED,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         coeff_beta: float = 0.9,
@@ -251,6 +279,11 @@ class OnebitLamb(CompressedAdam):
         check_at_least("factor_threshold", factor_threshold, 0)
         if not 0 <= coeff_beta < 1:
             raise ValueError(f"coeff_beta must be in [0, 1), got {coeff_beta}")
+        if trust_ratio not in TRUST_RATIOS:
+            raise ValueError(f"trust_ratio must be one of {list(TRUST_RATIOS)}, got {trust_ratio!r}")
+        values = factor_max, factor_min, factor_threshold
+        _check_frozen_options(trust_ratio, dict(zip(FROZEN_OPTIONS, values, strict=True)))
+        self.trust_ratio = trust_ratio
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
@@ -258,7 +291,8 @@ class OnebitLamb(CompressedAdam):
 
     def _alike(self) -> list[Any]:
         # native kernels and the reference round LAMB's norms differently
-        return [*super()._alike(), f"kernels={kernels.implementation(self.communicator.device).split()[0]}"]
+        implementation = kernels.implementation(self.communicator.device).split()[0]
+        return [*super()._alike(), f"kernels={implementation}", f"trust_ratio={self.trust_ratio}"]
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return a copy of the last coefficients, one per trainable tensor, group by group."""
@@ -321,7 +355,7 @@ class OnebitLamb(CompressedAdam):
         return _Shared(options, torch.zeros(len(state.params), 3, dtype=torch.float64, device=state.device))
 
     def _compressed(self, step: BucketStep) -> Exchange:
-        """Take (3) and (4) of a bucket, and the sums of (5), which need whole tensors; :meth:`_end_group` moves."""
+        """Take (3) and (4) of a bucket, and the sums of (6) and (7): :meth:`_end_group` moves whole tensors."""
         beta1, _ = step.options["betas"]
         scaling = step.state.extra["scaling_coeff"]
         average = yield step.message(step.exp_avg, beta1, 1 - beta1, scaling)  # (3)
@@ -339,22 +373,41 @@ class OnebitLamb(CompressedAdam):
         key = tuple(moving), state.device
         if (rows := self._rows.get(key)) is None:  # the device gets the numbers of tensors once
             rows = self._rows[key] = torch.tensor(moving, dtype=torch.int64, device=state.device)
-        direction, update, factor = sums[rows].unbind(dim=1)  # (5)
-        if options.weight_decay > 0:
-            share = torch.where(update > 0, (direction / update).sqrt().clamp(max=1.0), 1.0)
-            factor = factor * share + 1 - share
-        extra = state.extra
-        last, average, updates = (
-            extra[name][rows] for name in ("last_factor", "lamb_coeff_freeze", "lamb_coeff_updates")
-        )
-        factor = factor.float().clamp(self.factor_min, self.factor_max)
-        factor = factor.clamp(last * (1 - self.factor_threshold), last * (1 + self.factor_threshold))
+        average, updates = state.extra["lamb_coeff_freeze"][rows], state.extra["lamb_coeff_updates"][rows]
         if state.options["bias_correction"]:
             average = average / (1 - self.coeff_beta**updates)
-        coeff = torch.where(updates > 0, average, 1.0) * factor
-        extra["last_factor"][rows], extra["lamb_coeff"][rows] = factor, coeff
-        rates = torch.zeros_like(extra["lamb_coeff"])
+        average = torch.where(updates > 0, average, 1.0)
+        if self.trust_ratio == MEASURED:
+            weights = torch.stack([_square(state.params[index]) for index in moving])
+            coeff = self._measured(state, rows, average, weights, sums[rows, 1])
+        else:
+            coeff = average * self._factor(state, rows, sums[rows])  # (7)
+        state.extra["lamb_coeff"][rows] = coeff
+        rates = torch.zeros_like(state.extra["lamb_coeff"])
         rates[rows] = coeff * state.options["lr"]
         whole = layout.whole
         with state.parameter_segments(whole, moving) as params:
-            kernels.on(state.device).lamb_apply_(state.exp_avg, state.variance(whole), params, rates, options)  # (6)
+            kernels.on(state.device).lamb_apply_(state.exp_avg, state.variance(whole), params, rates, options)  # (5)
+
+    def _measured(self, state: GroupState, rows: Tensor, average: Tensor, weights: Tensor, updates: Tensor) -> Tensor:
+        """Return (6), [n] float32, of the parameters at these places, from the squares of norms, [n] float64 each."""
+        ratio, at_switch = (weights / updates).sqrt().float(), state.extra["ratio_at_switch"][rows]
+        steps = state.extra["ratio_steps"][rows]
+        known = (weights > 0) & (updates > 0)
+        begins = known & (steps < SWITCH_STEPS)
+        at_switch = torch.where(begins, at_switch + (ratio - at_switch) / (steps + 1), at_switch)
+        state.extra["ratio_at_switch"][rows], state.extra["ratio_steps"][rows] = at_switch, steps + begins
+        measured = (average * ratio / at_switch).clamp(self.min_coeff, self.max_coeff)  # (6)
+        return torch.where(known & ~begins, measured, average)
+
+    def _factor(self, state: GroupState, rows: Tensor, sums: Tensor) -> Tensor:
+        """Return the factor of (7), [n] float32, of the parameters at these places, from the sums of a step, [n, 3]."""
+        direction, update, factor = sums.unbind(dim=1)
+        if state.options["weight_decay"] > 0:
+            share = torch.where(update > 0, (direction / update).sqrt().clamp(max=1.0), 1.0)
+            factor = factor * share + 1 - share
+        last = state.extra["last_factor"][rows]
+        factor = factor.float().clamp(self.factor_min, self.factor_max)
+        factor = factor.clamp(last * (1 - self.factor_threshold), last * (1 + self.factor_threshold))
+        state.extra["last_factor"][rows] = factor
+        return factor

@@ -27,6 +27,7 @@ BASE: dict[str, dict[str, Any]] = {
 }
 AUTO = {"freeze_step": "auto", "max_freeze_step": 4, "min_freeze_step": 1}
 #: Option, optimizer, what is given beside or instead of BASE, and whether it changes the parameters.
+FROZEN = {"trust_ratio": "frozen"}
 TABLE: list[tuple[str, str, dict[str, Any], bool]] = [
     ("freeze_step", ONEBIT, {"freeze_step": 4}, True),
     ("freeze_step", LAMB, {"freeze_step": 4}, True),
@@ -61,10 +62,11 @@ TABLE: list[tuple[str, str, dict[str, Any], bool]] = [
     ("local_step_clipper", ZERO_ONE, {"local_step_clipper": 1}, True),
     ("max_coeff", LAMB, {"max_coeff": 0.05}, True),
     ("min_coeff", LAMB, {"min_coeff": 5.0}, True),
+    ("trust_ratio", LAMB, FROZEN, True),
     ("coeff_beta", LAMB, {"coeff_beta": 0.5}, True),
-    ("factor_max", LAMB, {"factor_max": 1.0, "factor_min": 1.0}, True),
-    ("factor_min", LAMB, {"factor_min": 1.5}, True),
-    ("factor_threshold", LAMB, {"factor_threshold": 0.0001}, True),
+    ("factor_max", LAMB, FROZEN | {"factor_max": 1.0, "factor_min": 1.0}, True),
+    ("factor_min", LAMB, FROZEN | {"factor_min": 1.5}, True),
+    ("factor_threshold", LAMB, FROZEN | {"factor_threshold": 0.0001}, True),
 ]
 #: Options with one legal value here: amsgrad must be False, cuda_aware needs a GPU, Trainer knows the total_steps.
 ONE_VALUE = {"amsgrad", "cuda_aware", "total_steps"}

@@ -220,12 +220,15 @@ def test_the_same_arithmetic(kind: str) -> None:
     translation = translate(config, same_arithmetic=True)
     wanted = {"scale_block": None, "variance_floor": 0, "bias_correction": False, "eps_inside_sqrt": False}
     wanted |= {"warmup_bits": 32, "max_update": 0, "state": "float32"}
+    wanted |= {"trust_ratio": "frozen"} if kind == "OneBitLamb" else {}
     assert wanted.items() <= translation.optim_args.items()
     assert translation.flags["--max_grad_norm"] == 0.0  # it was without effect there
     assert "scale_block=none" in translation.optim_args_text
     plain = translate(config)
     assert plain.optim_args["eps_inside_sqrt"] is True and plain.flags["--max_grad_norm"] == 0.5
-    assert "scale_block" not in plain.optim_args
+    assert "scale_block" not in plain.optim_args and "trust_ratio" not in plain.optim_args
+    if kind == "OneBitLamb":  # its factors have their effect
+        assert translate(with_optimizer(kind, factor_max=3.0)).optim_args["trust_ratio"] == "frozen"
 
 
 def test_mpi_masks_auto_and_sections_that_are_off() -> None:

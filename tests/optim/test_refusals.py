@@ -65,6 +65,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"min_coeff": -0.5}, "min_coeff|>= 0|-0.5"),
         ({"max_coeff": 0.1, "min_coeff": 0.2}, "max_coeff|0.1"),
         ({"coeff_beta": 1.0}, "coeff_beta|[0, 1)|1.0"),
+        ({"trust_ratio": "fresh"}, "trust_ratio|measured|frozen|'fresh'"),
+        ({"factor_max": 3.0}, "factor_max=3.0|trust_ratio='frozen'"),
         ({"factor_min": 5.0}, "factor_m|5.0"),
         ({"factor_threshold": -0.1}, "factor_threshold|>= 0|-0.1"),
         ({"max_update": -1.0}, "max_update|>= 0|-1.0"),

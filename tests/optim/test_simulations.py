@@ -77,6 +77,7 @@ ONEBIT_ADAM = [
         for block in (None, 4096)
     ),
 ]
+FROZEN = {"trust_ratio": "frozen"}
 ONEBIT_LAMB = [
     *(Case(f"block_{block}", ONE, {"lr": 0.01, "scale_block": block}) for block in (None, 8, 64)),
     *shared_cases(),
@@ -87,12 +88,19 @@ ONEBIT_LAMB = [
         [{"shapes": ODD, "scale": (3, 0.1, 1, 1, 1)}],
         {"lr": 0.01, "max_coeff": 1.5, "min_coeff": 0.3, "coeff_beta": 0.6, "weight_decay": 0.3},
     ),
+    Case("measured", ONE, {"lr": 0.05, "weight_decay": 0.1, "max_coeff": 1.5, "min_coeff": 0.1}, steps=36),
+    Case(
+        "frozen_coefficients",
+        [{"shapes": ODD, "scale": (3, 0.1, 1, 1, 1)}],
+        {"lr": 0.01, "max_coeff": 1.5, "min_coeff": 0.3, "coeff_beta": 0.6, "weight_decay": 0.3} | FROZEN,
+    ),
     Case(
         "factors",
         ONE,
-        {"lr": 0.01, "factor_max": 1.2, "factor_min": 0.9, "factor_threshold": 0.04, "betas": (0.9, 0.8)},
+        {"lr": 0.01, "factor_max": 1.2, "factor_min": 0.9, "factor_threshold": 0.04, "betas": (0.9, 0.8)} | FROZEN,
         steps=16,
     ),
+    Case("frozen_uncorrected", ONE, {"bias_correction": False, "scale_block": 8, "lr": 0.01} | FROZEN),
     Case("bounded", ONE, {"max_update": 0.4, "variance_floor": 0.0, "weight_decay": 0.1, "lr": 0.01, "scale_block": 8}),
     Case("always_one", [{"shapes": ODD[:3], "scale": (3, 1, 3)}], {"lr": 0.01, "max_coeff": 1.0}),
     Case(CANCEL, [*ONE, {"shapes": ODD[:2]}], {"betas": (0.5, 0.9), "lr": 0.01}, freeze_step=2, steps=8),

@@ -337,6 +337,8 @@ class Recorded(Problem):
         else:
             kwargs["freeze_step"] -= 1  # the first step() only counted
         kwargs |= {"bias_correction": False, "scale_block": None, "variance_floor": 0.0, "max_update": 0}
+        if "Lamb" in optimizer.__name__:
+            kwargs["trust_ratio"] = "frozen"
         self.found, self.tensors, self.optimizer, self.simulation = found, tensors, optimizer, simulation
         self.world_size, self.params = 2, [[found[f"init_param{i}"] for i in tensors]]
         group: dict[str, Any] = {"shapes": [p.shape for p in self.params[0]]}

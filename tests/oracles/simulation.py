@@ -338,6 +338,7 @@ class TensorScales:
         self.coeff_updates = 0
         self.last_factor = 1.0
         self.scaling_coeff = 1.0
+        self.ratios: list[float] = []  # at the switch
         self.fresh: Array = np.zeros(0)  # v_fresh
 
 
@@ -348,6 +349,7 @@ class OnebitLambSimulation(OnebitAdamSimulation):
         world_size: int,
         *,
         freeze_step: int,
+        trust_ratio: str = "measured",
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         coeff_beta: float = 0.9,
@@ -357,6 +359,7 @@ class OnebitLambSimulation(OnebitAdamSimulation):
         **kwargs: Any,
     ):
         super().__init__(groups, world_size, freeze_step=freeze_step, **kwargs)
+        self.trust_ratio = trust_ratio
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         self.scales = [[TensorScales() for _ in group.params] for group in self.groups]
@@ -406,6 +409,16 @@ class OnebitLambSimulation(OnebitAdamSimulation):
             return scales.coeff_average / (1 - self.coeff_beta**scales.coeff_updates)
         return scales.coeff_average
 
+    def _measured(self, scales: TensorScales, p_norm: float, update_norm: float) -> float:
+        average = self._frozen_coeff(scales)
+        if not (p_norm > 0 and update_norm > 0):
+            return average
+        ratio = p_norm / update_norm
+        if len(scales.ratios) < 20:
+            scales.ratios.append(ratio)
+            return average
+        return min(max(average * ratio / float(np.mean(scales.ratios)), self.min_coeff), self.max_coeff)
+
     def _compressed_step(self, group: SimulatedGroup, local: list[list[Any]]) -> None:
         if not group.params:
             return
@@ -427,6 +440,10 @@ class OnebitLambSimulation(OnebitAdamSimulation):
             denominator = self._denominator(group.exp_avg_sq[i], group.eps)
             direction = np.clip(m / denominator, -self.max_update, self.max_update)
             update = direction + group.weight_decay * p
+            if self.trust_ratio == "measured":
+                scales.coeff = self._measured(scales, float(np.linalg.norm(p)), float(np.linalg.norm(update)))
+                group.params[i] = p - group.lr * scales.coeff * update
+                continue
             factor = float(np.max(denominator / self._denominator(scales.fresh, group.eps)))
             if group.weight_decay > 0:
                 norm = np.linalg.norm(update)
