@@ -44,9 +44,9 @@ from _common import REPOSITORY, parser_of
 
 #: Parts that run side by side, the most seconds for them on a GPU, and in a rehearsal the most of all its time.
 PLAN: list[tuple[tuple[str, ...], float, float]] = [
-    (("A",), 40, 0.2),
+    (("A",), 60, 0.2),  # torch is read from the disk for the first time
     (("B",), 90, 0.2),
-    (("C", "C nccl", "C training"), 130, 0.6),
+    (("C", "C nccl", "C training"), 130, 0.55),
     (("D",), 130, 0.25),
     (("E",), 40, 0.1),
     (("F", "F sanitizer"), 600, 0.25),
@@ -106,7 +106,11 @@ def run_tests(proof: Proof, words: Iterable[str], workers: int = 0) -> None:
         command += ["-o", "addopts=-ra"]  # without pytest-timeout its mark is no reason to run nothing
         if workers and find_spec("xdist"):
             command += ["-n", str(workers), "--dist", "worksteal"]
-        code = subprocess.run(command, cwd=REPOSITORY).returncode
+        try:
+            code = subprocess.run(command, cwd=REPOSITORY, timeout=proof.end - AT_THE_END - time.time()).returncode
+        except subprocess.TimeoutExpired:  # on a GPU they may hang; in a rehearsal the machine has other work
+            ok = False if proof.gpu else None
+            return proof.tell(ok, what="tests", words=list(words), because="no time is left")
         if not report.exists():
             return proof.tell(False, what="tests", error=f"pytest ended with {code} and no report")
         counts: Counter[str] = Counter()
@@ -247,8 +251,7 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
 LARGE_BUCKETS = ("int4, fused AdamW", "OnebitAdam")
 #: How often a step may wait for the device, where it is not once. average_gradients() waits twice, since it leaves
 #: gradients where there are any on some rank. ZeroOptimizer looks at gradients that no backward pass has given it.
-#: 0/1 Adam's variance stage copies counts of steps to the device, from memory that is not page-locked.
-WAITS = {"AdamW, fused": 0, "OnebitAdam, warmup": 3, "ZeroOneAdam, variance": 4, "ZeRO-2": 8}
+WAITS = {"AdamW, fused": 0, "OnebitAdam, warmup": 3, "ZeroOneAdam, variance": 3, "ZeRO-2": 8}
 
 
 def measure_step(name: str, numels: list[int], ranks: int, bucket_mb: float, device: Any) -> dict[str, Any]:

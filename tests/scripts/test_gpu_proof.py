@@ -14,7 +14,8 @@ from tests.support.launching import REPO_ROOT
 sys.path.append(str(REPO_ROOT / "scripts"))
 
 from _paths import NEEDS_GPU, PATHS, run_paths, verdict  # noqa: E402
-from gpu_proof import PARTS  # noqa: E402
+from benchmark_kernels import gpt2  # noqa: E402
+from gpu_proof import PARTS, WAITS, Proof, measure_step, tell_step  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -36,6 +37,24 @@ def test_the_rehearsal_on_a_cpu_passes(tmp_path: Path) -> None:
     paths = [line["path"] for line in lines if line["part"] == "C" and "path" in line]
     assert paths == [name for paths in PATHS.values() for name in paths if name not in NEEDS_GPU]
     assert {line["what"] for line in lines if line["part"] == "D"} == {"kernel", "step", "end"}
+
+
+@pytest.mark.parametrize("name", ["int4, fused AdamW", "OnebitAdam, warmup", "ZeroOneAdam, variance"])
+def test_steps_are_measured_with_what_travels_in_low_bits(name: str) -> None:
+    row = measure_step(name, gpt2(32, 2, 512), 2, 0.1, CPU)
+    assert row["waits"] <= WAITS.get(name, 1), row["kinds"]
+    assert 0 < row["bytes"] < 1.2 * row["parameters"]  # float32 is 4, signs and 4 bits less than 1
+
+
+def test_what_a_part_leaves_out_by_its_time_is_named(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = []
+    run_paths(2, CPU, rows.append, ["FusedAdam", "Lamb"], end=0.0)
+    assert [(row["path"], row["ok"], row["because"]) for row in rows] == [
+        (name, None, "no time is left") for name in ("FusedAdam", "Lamb")
+    ]
+    proof_of_d = Proof("D", tmp_path, CPU, 0.0)
+    tell_step(proof_of_d, "tiny", "Lamb", [32], 1, 25.0)
+    assert json.loads((tmp_path / "proof.jsonl").read_text())["because"] == "no time is left"
 
 
 def test_a_part_that_has_no_time_or_no_gpu_is_named(tmp_path: Path) -> None:
