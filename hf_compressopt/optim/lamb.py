@@ -112,10 +112,24 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. Returns the closure's return value."""
         loss = evaluate(closure)
-        for group, param, update in self._updates(advance=True):
-            ratio = trust_ratio(_square(param), _square(update), self.min_coeff, self.max_coeff)
-            self._apply(group, param, update, ratio)
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            for run in runs_of(params):
+                rows = [params[number] for number in run]
+                moments = [self._moments(param) for param in rows]
+                coeffs = _step_of_tensors(rows, [p.grad for p in rows], moments, group, self.min_coeff, self.max_coeff)
+                for param, ratio in zip(rows, coeffs.unbind(), strict=True):
+                    self.state[param]["trust_ratio"] = ratio.clone()  # not all of them with each
         return loss
+
+    def _moments(self, param: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return exp_avg, exp_avg_sq and step of a parameter, which begin with its first gradient."""
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+        return state["exp_avg"], state["exp_avg_sq"], state["step"]
 
     def _updates(self, *, advance: bool) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
         """Yield the group, the parameter and the update of each gradient, after it has moved the moments."""
@@ -123,12 +137,7 @@ class Lamb(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                state = self.state[param]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-                    state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
-                    state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
-                moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
+                moments = self._moments(param)
                 if advance:
                     advance_moments_(param.grad, *moments, group)
                 yield group, param, _lamb_update(param, *moments, group)
@@ -185,6 +194,24 @@ def _lamb_update(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tenso
     if group["weight_decay"] != 0:
         update.add_(param, alpha=group["weight_decay"])
     return update
+
+
+def _step_of_tensors(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    moments: Sequence[tuple[Tensor, Tensor, Tensor]],
+    group: dict[str, Any],
+    low: float,
+    high: float,
+) -> Tensor:
+    """Take LAMB's step of some tensors, in few launches on a device. Returns their trust ratios, [n] float32."""
+    advance_all_(grads, moments, group)
+    updates = [_lamb_update(param, *row, group) for param, row in zip(params, moments, strict=True)]
+    weights, sizes = (torch.stack(list(map(_square, tensors))) for tensors in (params, updates))
+    coeffs = trust_ratio(weights, sizes, low, high)
+    for param, update, rate in zip(params, updates, (coeffs * group["lr"]).unbind(), strict=True):
+        apply_update_(param, update, rate)
+    return coeffs
 
 
 def _square(tensor: Tensor) -> Tensor:
@@ -304,12 +331,8 @@ class OnebitLamb(CompressedAdam):
         for run in runs_of(present):
             rows = [indices[number] for number in run]
             params, moments = [state.params[index] for index in rows], [state.moments_of(index) for index in rows]
-            advance_all_([present[number] for number in run], moments, state.options)
-            updates = [_lamb_update(param, *row, state.options) for param, row in zip(params, moments, strict=True)]
-            weights, sizes = (torch.stack(list(map(_square, tensors))) for tensors in (params, updates))
-            coeffs = trust_ratio(weights, sizes, self.min_coeff, self.max_coeff)
-            for param, update, rate in zip(params, updates, (coeffs * state.options["lr"]).unbind(), strict=True):
-                apply_update_(param, update, rate)
+            mine = [present[number] for number in run]
+            coeffs = _step_of_tensors(params, mine, moments, state.options, self.min_coeff, self.max_coeff)
             self._note_coefficients(state, numbers_on(state.device, rows, torch.int64), coeffs)
 
     def _note_coefficients(self, state: GroupState, rows: Tensor, coeffs: Tensor) -> None:

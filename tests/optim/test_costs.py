@@ -371,14 +371,17 @@ def test_moments_of_many_tensors_take_few_launches_on_a_device() -> None:
     assert calls.count - len(rows) <= 3 * 3  # but for the counts of steps, on the host
 
 
+@pytest.mark.parametrize(("name", "options"), [("OnebitLamb", {"freeze_step": 9, "max_grad_norm": 0.0}), ("Lamb", {})])
 @on_ranks(1)
-def test_a_warmup_step_of_lamb_takes_few_launches_per_tensor(rank: int, world_size: int) -> None:
+def test_a_full_step_of_lamb_takes_few_launches_per_tensor(
+    rank: int, world_size: int, name: str, options: dict[str, Any]
+) -> None:
     counts = []
     for tensors in (4, 24):
         params = [nn.Parameter(torch.ones(16)) for _ in range(tensors)]
         for param in params:
             param.grad = torch.full_like(param, 0.1)
-        optimizer = hf_compressopt.OnebitLamb(params, freeze_step=9, max_grad_norm=0.0)
+        optimizer = getattr(hf_compressopt, name)(params, **options)
         optimizer.step()
         with mock.patch.object(math, "reads_at_once", lambda device: False), Calls() as calls:
             optimizer.step()
