@@ -31,9 +31,10 @@ def proof(out: Path, *words: str) -> tuple[int, list[dict[str, Any]], str]:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_rehearsal_on_a_cpu_passes(tmp_path: Path) -> None:
-    code, lines, output = proof(tmp_path, "--minutes", "12")
+    """Within 4 minutes of two cores: 190 seconds beside other work. What there is no time for is named."""
+    code, lines, output = proof(tmp_path, "--minutes", "4")
     assert code == 0, output
-    assert {line["part"] for line in lines if line.get("what") == "end"} == PARTS.keys()
+    assert {line["part"] for line in lines if line.get("what") in ("end", "part")} == PARTS.keys()
     paths = [line["path"] for line in lines if line["part"] == "C" and "path" in line]
     assert paths == [name for paths in PATHS.values() for name in paths if name not in NEEDS_GPU]
     assert {line["what"] for line in lines if line["part"] == "D"} == {"kernel", "step", "end"}
