@@ -7,6 +7,7 @@ import ctypes
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -192,6 +193,28 @@ def test_a_gpu_without_native_kernels_is_told_once_and_one_that_was_busy_gets_th
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.message.startswith(f"cuda:0 gets the reference kernels, in PyTorch and slower: {reason}")
+
+
+def test_a_device_is_asked_where_torch_has_made_it_current(
+    cuda: torch.device, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch leaves no context on the GPU that was current before; the library itself would."""
+    emulator.set(devices=2)
+
+    @contextmanager
+    def current(index: int) -> Iterator[None]:
+        before = emulator.get("device")
+        emulator.set(device=index)
+        yield
+        emulator.set(device=before)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    switched = emulator.calls("cudaSetDevice")
+    assert library.why_not(torch.device("cuda", 1)) == ""
+    assert emulator.calls("cudaSetDevice") == switched
+    emulator.set(devices=1)
 
 
 # Faults that a CPU does not mind, in sums.cu or what it includes, and the check that must find each.
