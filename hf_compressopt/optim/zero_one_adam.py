@@ -275,7 +275,7 @@ class ZeroOneAdam(CompressedAdam):
             the run's length once it is known.
         local_step_scaler: Steps after which the interval between syncs doubles, >= 1. None is 32,678, or a tenth of the
             run.
-        local_step_clipper: Longest interval between syncs (H), >= 1. None is 16.
+        local_step_clipper: Longest interval between syncs (H), >= 1. None is 16, or 0.5 % of shorter runs.
         **options: See :class:`~hf_compressopt.optim.compressed_adam.CompressedAdam`.
 
     Raises:

@@ -60,6 +60,13 @@ def given_sets(schedule: type[Schedule]) -> Iterator[dict[str, Any]]:
         yield {"freeze_step": AUTO, **options}
 
 
+def test_intervals_between_syncs_are_at_most_half_a_per_cent_of_the_run() -> None:
+    longest = {steps: ZeroOneSchedule().fitted(steps, ()).local_step_clipper for steps in (160, 400, 1000, 3200, 10**6)}
+    assert longest == {160: 1, 400: 2, 1000: 4, 3200: 16, 10**6: 16}
+    given = ZeroOneSchedule(local_step_clipper=32).fitted(400, ["local_step_clipper"])
+    assert given.local_step_clipper == 32
+
+
 @pytest.mark.parametrize("low_bit", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_is_given_stays_and_the_rest_fits_the_run(schedule: type[Schedule], low_bit: bool) -> None:
