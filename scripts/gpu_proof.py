@@ -45,7 +45,7 @@ from _common import REPOSITORY, parser_of
 #: Parts that run side by side, the most seconds for them on a GPU, and in a rehearsal the most of all its time.
 PLAN: list[tuple[tuple[str, ...], float, float]] = [
     (("A",), 60, 0.25),  # torch is read from the disk for the first time
-    (("B",), 90, 0.25),
+    (("B",), 120, 0.25),
     (("C", "C nccl", "C training"), 130, 0.55),
     (("D",), 130, 0.25),
     (("E",), 40, 0.1),
@@ -102,7 +102,7 @@ def run_tests(proof: Proof, words: Iterable[str], workers: int = 0) -> None:
     """Run pytest, and tell how many tests passed, and which failed, with the end of what they said."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "tests.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *words]
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={report}", *words]
         command += ["-o", "addopts=-ra"]  # without pytest-timeout its mark is no reason to run nothing
         if workers and find_spec("xdist"):
             command += ["-n", str(workers), "--dist", "worksteal"]
