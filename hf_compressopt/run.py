@@ -59,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _tell(error)
         return 2
+    except SystemExit as error:
+        if error.code == 2 and (hint := _hint_of_optim(argv)):  # the script's own parser has refused an argument
+            print(f"[hf_compressopt] {hint}", file=sys.stderr)
+        raise
     if unread := why_unread():
         print(f"[hf_compressopt] {unread}", file=sys.stderr)
     return 0
@@ -76,9 +80,22 @@ def _refuses_an_option(error: ValueError) -> bool:
         "_options_of",
         "check_variables",
         "check_read",
+        "_refuse_processes_apart",
         "_get_optimizer_cls_and_kwargs",
     }
     return codes[-1].co_filename.startswith(package) and (not reads.isdisjoint(ours) or ours[-1] == "_train")
+
+
+def _hint_of_optim(words: Sequence[str]) -> str:
+    """Return what to say of an --optim that is no optimizer, but nearly one of this package; "" for any other."""
+    from hf_compressopt.integrations.algorithms import OPTIMIZERS, ZERO_NAMES
+    from hf_compressopt.options import did_you_mean
+
+    given = [after for word, after in zip(words, words[1:], strict=False) if word == "--optim"]
+    given += [word.partition("=")[2] for word in words if word.startswith("--optim=")]
+    legal = (*OPTIMIZERS, *ZERO_NAMES)
+    hints = [f"--optim {name}{did_you_mean(name, legal)}" for name in given if name not in legal]
+    return "; ".join(hint for hint in hints if "did you mean" in hint)
 
 
 def _tell(error: ValueError) -> None:

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
         return 0
     print("\n".join(_text(lines, totals)))
-    picture = Path(arguments.picture or state.parent / "compressopt_report.png")
+    picture = Path(arguments.picture or Path(arguments.directory) / "compressopt_report.png")
     try:
         draw(lines, picture)
     except ImportError:

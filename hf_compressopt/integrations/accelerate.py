@@ -276,6 +276,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             for model in map(without_compile, self._models):
                 optimizer.label_parameters(model.named_parameters())
         state.checked = False
+        if optimizers and self.num_processes == 1:
+            _refuse_processes_apart()
         if state.grad_compression != "none" and self.num_processes == 1 and optimizers:
             message = (
                 "grad_compression=%s has no effect: there is one process (WORLD_SIZE is not set, or 1), which sends "
@@ -565,6 +567,16 @@ def register() -> None:
     guard_torch_clipping()
     for name in ("prepare", "prepare_model", "prepare_optimizer"):
         wrap(Accelerator, name, partial(_attach_and_prepare, name))
+
+
+def _refuse_processes_apart() -> None:
+    """Raise if a launcher has started several processes, and Accelerate takes this one for all."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if size.isdecimal() and int(size) > 1:
+        raise ValueError(
+            f"WORLD_SIZE is {size}, but Accelerate sees one process, so that each would train a model of its own. On "
+            "CPUs it has to be told so: ACCELERATE_USE_CPU=1, Accelerator(cpu=True), or --use_cpu for Trainer"
+        )
 
 
 def _attach_and_prepare(name: str, original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,11 @@ Condition = Callable[[Any], Any]  # of the facts
 Target = str | tuple[str, Any]
 
 
+def shares_moments(f: Any) -> bool:
+    """True for a compressed optimizer that takes a ZeRO stage."""
+    return bool(f.optim == "onebit_adam" and f.stage in (1, 2) and not f.as_deepspeed)
+
+
 def always(_: Any) -> bool:
     return True
 
@@ -143,6 +148,7 @@ RULES: list[Rule] = [
     *in_section(
         "optimizer.params.",
         lambda f: f.optim,
+        same("lr", when=lambda f: f.schedule and not f.cosine, remark="the scheduler's warmup_max_lr overrides it"),
         becomes("lr", "--learning_rate", default=0.001),
         becomes("betas", ("--adam_beta1", first_beta), ("--adam_beta2", second_beta)),
         becomes("eps", "--adam_epsilon"),
@@ -356,6 +362,9 @@ RULES: list[Rule] = [
             value=3,
             remark=("parameters are not partitioned here: use FSDP for that, or stage 2, which keeps parameters whole"),
         ),
+        becomes("stage", "zero_stage", when=shares_moments, remark="the moments of its warmup stage are partitioned"),
+        lost("offload_optimizer.device cpu_offload", when=shares_moments, remark="{optim} offloads nothing"),
+        same("*", when=shares_moments, remark="{optim} sends in buckets of its own, of bucket_cap_mb"),
         lost(
             "stage",
             when=lambda f: f.stage,

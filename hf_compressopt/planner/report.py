@@ -333,8 +333,8 @@ def _place(choice: dict[str, Any]) -> int:
     return int(choice["place"])
 
 
-def verdict(choices: list[dict[str, Any]]) -> str:
-    """Say what to use, and why, in a few lines."""
+def verdict(choices: list[dict[str, Any]], steps: int, itemsize: int) -> str:
+    """Say what to use, and why, in a few lines, for a run of so many steps and weights of so many bytes each."""
     mine, plain = advised(choices), next(choice for choice in choices if choice["flags"] == _ADAMW)
     lines = [f"use {mine['flags']}"]
     if mine is plain:
@@ -344,8 +344,18 @@ def verdict(choices: list[dict[str, Any]]) -> str:
         f"  {plain['run_seconds'] / mine['run_seconds']:.2f} times as fast as DDP: {_seconds(mine)} a step, not "
         f"{_seconds(plain)}; a rank sends {_bytes(mine)} a step, not {_bytes(plain)} ({_against(mine)})"
     )
-    lines.append(f"  no other way is more than {100 * ALIKE:g} % faster")
+    lines.append(
+        f"  no other way is more than {100 * ALIKE:g} % faster, in a run of {steps:,} steps (--steps says yours)"
+    )
     lines.append(f"  what changes: {mine['changes']}")
+    held, before = float(mine["memory_bytes"]), float(plain["memory_bytes"])
+    if held > before * (1 + ALIKE):
+        lines.append(f"  a rank holds {with_unit(held)} of weights, gradients and states, with DDP {with_unit(before)}")
+    if mine["change"] >= _FROZEN and itemsize < FLOAT_BYTES:
+        lines.append(
+            "  it keeps no float32 copy of 16-bit weights, which lose small updates: load them in float32, and compute "
+            "in bfloat16"
+        )
     return "\n".join([*lines, *([f"  {mine['note']}"] if mine["note"] else [])])
 
 
@@ -379,7 +389,7 @@ def as_json(model: Model, steps: int, memory: dict[str, dict[str, int]], warmup_
         "run": {way.name: _figures(way.mean * steps) for way in found},
         "ranking": choices,
         "advised": advised(choices)["flags"],
-        "verdict": verdict(choices),
+        "verdict": verdict(choices, steps, model.training.itemsize),
     }
 
 

@@ -112,6 +112,28 @@ def test_help_ends_all_ranks_before_the_script_starts(tmp_path: Path) -> None:
     assert not done.stderr and done.stdout.count("  warmup_bits=4 ") == 1
 
 
+def test_a_misspelt_optimizer_gets_the_nearest_name(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import argparse; p = argparse.ArgumentParser(); p.add_argument('--optim', choices=['x'])\np.parse_args()"
+    )
+    done = run_python(["-m", "hf_compressopt.run", str(script), "--optim", "onebitadam"], code=2)
+    assert "--optim onebitadam: did you mean 'onebit_adam'" in done.stderr
+
+
+def test_processes_that_accelerate_takes_for_one_each_are_refused(tmp_path: Path) -> None:
+    """As `accelerate launch --multi_gpu` starts them on a machine without a GPU."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom accelerate import Accelerator\nmodel = torch.nn.Linear(2, 2)\n"
+        "Accelerator().prepare(model, torch.optim.AdamW(model.parameters()))"
+    )
+    words = ["-m", "hf_compressopt.run", str(script)]
+    variables = {"COMPRESSOPT_GRAD_COMPRESSION": "int4", "ACCELERATE_USE_CPU": "false"}
+    done = run_python(words, ranks=2, code=2, **variables)
+    assert "WORLD_SIZE is 2, but Accelerate sees one process" in done.stderr
+
+
 def test_neither_the_package_nor_an_optimizer_loads_what_it_does_not_need() -> None:
     code = """
 import sys, hf_compressopt

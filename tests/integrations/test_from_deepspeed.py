@@ -285,7 +285,7 @@ def test_schedules(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 2, "reduce_scatter": False}}, "reduce_scatter", "twice as much"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "device", "host memory only"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "device", "FSDP"),
-        ({**with_optimizer("OneBitAdam"), "zero_optimization": {"stage": 1}}, "stage", "cannot be partitioned"),
+        ({**with_optimizer("OneBitLamb"), "zero_optimization": {"stage": 1}}, "stage", "cannot be partitioned"),
         (with_optimizer("Lion"), "optimizer.type", "the optimizers here are"),
         (with_optimizer("OneBitAdam", amsgrad=True), "amsgrad", "refused"),
         (with_optimizer("OneBitAdam", momentum=0.9), "momentum", "no such option"),
