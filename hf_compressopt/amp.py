@@ -84,6 +84,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> float | None:
         inner, found = innermost(optimizer), optimizer_state["found_inf_per_device"]
         if isinstance(inner, CompressedOptimizer) and inner.local_gradients:
+            inner.compare_passes()
             # all ranks agree here, or have agreed while clipping: torch itself looks at this rank's gradients only
             agreed = float(inner._consensus.overflow_anywhere(inner.plan))
             found.update({device: torch.full_like(value, agreed) for device, value in found.items()})

@@ -331,6 +331,9 @@ class GradientCompression:
         self._check_ranks()
         if self.communicator.world_size == 1:
             return
+        self._record.passes.in_loop = self.communicator
+        self._record.passes.begin()
+        self._record.passes.post(self.communicator)
         with torch.no_grad():
             mine = [0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else 2.0 for p in self.params]
             present = numbers_on(self.communicator.device, mine)
@@ -344,6 +347,7 @@ class GradientCompression:
                     param.grad = torch.zeros_like(param)
                 self._rounds.add(param, param.grad)
             self._rounds.finish(self._finish)
+            self._record.passes.check()
             self._handed_out.hand_out()
         note_sent(self.params)
 
@@ -355,7 +359,11 @@ class GradientCompression:
         if bucket.is_last():
             note_sent(self.params)
         future = self._rounds.add_ddp_bucket(bucket, self._start, self._finish, self._refuse)
+        if bucket.index() == 0:
+            self._record.passes.begin()
+            self._record.passes.post(self.communicator)
         if bucket.is_last():
+            self._record.passes.check()
             after_backward(self._hand_out)
         return future
 
@@ -386,6 +394,7 @@ class GradientCompression:
         """
         if self._connected is not None:
             self._handed_out.use(checked=False)
+            self._record.passes.end_step()
 
     def _hand_out(self) -> None:
         self._handed_out.hand_out(self._rounds.first, self._rounds.before)

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import Order
+from hf_compressopt.collectives.sender import StepPasses
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ class BackwardPasses:
     def __init__(self, sender: Sender, name: str, communicator: Communicator) -> None:
         self.order, self.enabled, self.done, self.detached = Order(), True, False, False
         self.name, self._sender, self._communicator = name, ref(sender), communicator
+        self.passes = StepPasses(name)  # the ranks compare them where a pass begins, and before a step uses them
+        self._met_in_step = False
         self._handles: list[RemovableHandle] = []
         self._owned: set[int] = set()  # by id: the sender keeps the parameters alive
         self._open = self._begun = self._sends = False
@@ -179,8 +182,22 @@ class BackwardPasses:
         if self._sends:
             for index in self.order.rest():
                 self._owner().send(index)
+        self.passes.check()
+        if self._sends:
             self._owner().end_pass()
         self.order.begin()
+
+    def meet(self) -> None:
+        """End a pass, and compare the passes of all ranks before a step uses them. All ranks call."""
+        self.flush()
+        if not self._met_in_step:
+            self._met_in_step = True
+            self.passes.compare(self._communicator, in_step=True)
+
+    def end_step(self) -> None:
+        """Count anew."""
+        self._met_in_step = False
+        self.passes.end_step()
 
     def empty_pass(self) -> None:
         """Take part in a pass without gradients that come now. All ranks call, or have a pass."""
@@ -193,6 +210,15 @@ class BackwardPasses:
         return sender
 
     def _begin(self) -> None:
+        self._met_in_step = False
+        self.passes.begin()
+        self.passes.post(self._communicator)
+        try:
+            self.passes.check(now=False)  # a GPU's message is read at the end of the pass
+        except RuntimeError:
+            self._task = self._nested = None
+            self._open = False
+            raise
         if not self._compared and self._communicator.world_size > 1:
             self._compared = True
             self._check_no_ddp()

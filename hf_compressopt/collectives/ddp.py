@@ -81,6 +81,7 @@ class GradientSync:
         """Take a bucket of DDP's, and return the future of its averages; :func:`ddp_hook` calls it."""
         if bucket.index() == 0:
             self._decide()
+            self._count_pass()
         if bucket.is_last():
             note_sent(self.params)  # every bucket of DDP's came by, with all of its parameters
         if self._sends:
@@ -93,6 +94,23 @@ class GradientSync:
             return as_it_is(buffer)
         buffer.mul_(1.0 / self.communicator.world_size)
         return self.communicator.all_reduce_future(buffer)
+
+    def _count_pass(self) -> None:
+        """Count a pass. The ranks compare how many there were, before messages that may meet those of a step.
+
+        With local gradients they do so in the step.
+        """
+        for optimizer in self.optimizers:
+            optimizer.passes.begin()
+            if self._early and optimizer.early_messages.due(optimizer.plan, optimizer.last_plan):
+                optimizer.early_messages.leave_in_backward = True
+                optimizer.passes.post(self.communicator)
+                optimizer.passes.check(now=False)
+        if self._record is not None:
+            self._record.passes.begin()
+            if self._reduces:
+                self._record.passes.post(self.communicator)
+                self._record.passes.check(now=False)
 
     def _decide(self) -> None:
         """Decide how the gradients of the coming pass travel: by DDP's own all-reduce, otherwise, or not at all."""

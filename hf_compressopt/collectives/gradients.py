@@ -23,7 +23,7 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator, Traffic
 from hf_compressopt.collectives.exchange import BucketErrors, Order, Pipeline, Task, all_reduce, in_runs
 from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members
-from hf_compressopt.collectives.sender import note_sent, size_of
+from hf_compressopt.collectives.sender import StepPasses, note_sent, passes_of, size_of
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment
@@ -460,8 +460,11 @@ def average_gradients(
     rounds: GradientRounds | None = None
     if isinstance(optimizer_or_params, Iterable):
         params = [p for p in optimizer_or_params if p.requires_grad]
+        passes = passes_of(params)
+        passes.begin()
         device = params[0].device if params else None
         communicator: Communicator = TorchCommunicator(process_group, device=device)
+        passes.post(communicator)
     else:
         if process_group is not None:
             raise ValueError("process_group belongs to parameters: an optimizer knows its own ranks")
@@ -471,6 +474,9 @@ def average_gradients(
         own = {id(p) for p in optimizer_or_params.own_parameters()}  # step() averages these over their own ranks
         params = [p for p in optimizer_or_params.trainable_parameters if id(p) not in own]
         communicator, form = optimizer_or_params.communicator, optimizer_or_params.warmup_gradients
+        passes = optimizer_or_params.passes
+        passes.begin()
+        passes.compare(communicator)  # before messages that may meet those of a step
         if communicator.world_size > 1 and form.bits < 32:
             buckets = form.buckets(loss_scale)[::-1]
             if buckets:
@@ -478,7 +484,7 @@ def average_gradients(
                 rounds.begin(buckets, communicator)
     if communicator.world_size > 1:
         with torch.no_grad():
-            _average(params, communicator, rounds)
+            _average(params, communicator, rounds, passes)
             if rounds is not None:
                 form.hand_out()
         note_sent(params)
@@ -520,13 +526,16 @@ def _check_alike(params: Sequence[Tensor], communicator: Communicator) -> None:
         raise ValueError("the ranks average the same parameters in another order: give all of them the same order")
 
 
-def _average(params: Sequence[Tensor], communicator: Communicator, rounds: GradientRounds | None) -> None:
+def _average(
+    params: Sequence[Tensor], communicator: Communicator, rounds: GradientRounds | None, passes: StepPasses
+) -> None:
     missing = sum(p.grad is None for p in params)
     sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in params)
     count = numbers_on(communicator.device, [float(missing + _SPARSE * sparse)], torch.float64)[0]
     values = _values_of_new(params)
     digest = _digest_of(tuple(p.shape for p in params), values)
     (counts, *_), (alike, *_) = communicator.sum_and_compare([count], [digest], None, None)
+    passes.check()
     if not alike:
         _check_alike(params, communicator)
     if counts >= _SPARSE:

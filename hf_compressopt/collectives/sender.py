@@ -15,20 +15,23 @@ optimizer comes that has other parameters beside those that are answered for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
-from weakref import WeakSet, finalize
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet, finalize, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.kernels.memory import numbers_on, reads_at_once
 
 _RECORDS: WeakSet[SendRecord] = WeakSet()
 _steps_are_watched = False
 _SHOWN = 4  # names in an error
+_REMEMBERED = 16  # lists of parameters of plain loops
 _CHUNK = 1 << 18  # elements that are copied at a time
 _ROUNDING = 1e-4  # relative difference of the sizes of gradients that counts as rounding
 _WHY = (
@@ -37,6 +40,118 @@ _WHY = (
     "parameters were made trainable; have the last backward of a step outside no_sync; or average such gradients after "
     "backward by hf_compressopt.average_gradients(parameters)"
 )
+
+
+class StepPasses:
+    """The backward passes since the last step that send gradients: all ranks run as many, or all raise an error.
+
+    A rank that runs one more meets the others' next step, or their next pass: its gradients would get there.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = self.before = 0  # since the last step, and up to it since the one before
+        self.in_loop: Communicator | None = None  # the ranks of a plain loop, whose next message is that of a pass
+        self.are_known = False  # somebody has counted one
+        self.held = 0  # those of them whose gradients were not thrown away since
+        self._posted: _Posted | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but a message under way."""
+        return self.__dict__ | {"_posted": None, "in_loop": None}
+
+    def begin(self) -> None:
+        """Count a pass."""
+        self.are_known = True
+        self.count += 1
+        self.held += 1
+
+    def drop(self) -> None:
+        """Note that what the passes have sent was thrown away."""
+        self.held = 0
+
+    def end_step(self) -> None:
+        if self.count:
+            self.before = self.count
+        self.count = self.held = 0
+
+    def post(self, *communicators: Communicator, in_step: bool = False, doing: str = "") -> None:
+        """Start comparing the passes with those of the other ranks, by a message that is the same in a step.
+
+        Several communicators reach all ranks one after another, as those of a mesh's dimensions do.
+        """
+        self.check()  # what the host has not waited for
+        wide = [each for each in dict.fromkeys(communicators) if each.world_size > 1]
+        if not wide:
+            return
+        numbers = [float(self.count), float(self.held), float(in_step)]
+        message = numbers_on(wide[0].reached().device, [*numbers, *(-number for number in numbers)])
+        self._posted = _Posted(wide, wide[1:], _largest(wide[0], message), message, doing or self._describe(in_step))
+
+    def check(self, *, now: bool = True) -> None:
+        """Raise an error on all ranks if they differ in what was posted.
+
+        Unless ``now``, the host does not wait for a GPU, and the next call raises.
+        """
+        if self._posted is None:
+            return
+        ranks, rest, wait, message, mine = self._posted
+        wait()
+        for each in rest:
+            _largest(each, message)()
+        if not now and not reads_at_once(message.device):
+            here = torch.empty_like(message, device="cpu", pin_memory=True).copy_(message, non_blocking=True)
+            event = torch.accelerator.current_stream(message.device).record_event()
+            self._posted = _Posted(ranks, [], event.synchronize, here, mine)
+            return
+        self._posted = None
+        most, least = message.view(2, -1).tolist()
+        if all(high == -low for high, low in zip(most, least, strict=True)):
+            return
+        self.count = self.held = 0  # the ranks begin anew, if somebody goes on after the error
+        everyone = [f"rank {dist.get_rank() if len(ranks) > 1 else ranks[0].rank} {mine}"]
+        for communicator in ranks:
+            everyone = [each for found in communicator.all_gather_object(everyone) for each in found]
+        raise RuntimeError(
+            "the ranks have different numbers of backward passes in a step, or of gradients to send, or not all have "
+            f"thrown gradients away ({self.name}): {'; '.join(sorted(everyone))}. Give all ranks as many batches and "
+            "micro-batches (drop_last=True), run all passes but the last one of a step inside no_sync(), and call "
+            "zero_grad() on all ranks or on none"
+        )
+
+    def compare(self, *communicators: Communicator, in_step: bool = False) -> None:
+        """Raise an error on all ranks if they differ in their passes. All ranks call."""
+        self.post(*communicators, in_step=in_step)
+        self.check()
+
+    def tell(self, doing: str) -> None:
+        """Raise an error on all ranks of a plain loop, if the others do not what this rank does, which may not."""
+        if self.in_loop is not None:
+            self.post(self.in_loop, in_step=True, doing=doing)
+            self.check()
+
+    def _describe(self, in_step: bool) -> str:
+        dropped = f", {self.count - self.held} of them thrown away by zero_grad()" if self.held != self.count else ""
+        if in_step:
+            return f"takes a step after {self.count} pass{'es' * (self.count != 1)}{dropped}"
+        before = f" ({self.before} in the step before)" if self.before else ""
+        return f"is in pass {self.count}{before}{dropped}"
+
+
+class _Posted(NamedTuple):
+    """A message of :class:`StepPasses` that is under way."""
+
+    ranks: Sequence[Communicator]
+    rest: Sequence[Communicator]  # those that it has not reached yet
+    wait: Callable[[], object]
+    message: Tensor
+    mine: str  # what this rank does, in words
+
+
+def _largest(communicator: Communicator, message: Tensor) -> Callable[[], object]:
+    """Start taking the largest numbers of all ranks, and return what awaits them."""
+    with communicator.traffic.paused():  # as checks are no part of the training's traffic
+        return communicator.all_reduce(message, op="max").wait
 
 
 class SendRecord:
@@ -53,6 +168,7 @@ class SendRecord:
         With a communicator, the ranks compare once what an optimizer has beside them; see :meth:`examine`.
         """
         self.name, self._communicator = name, communicator
+        self.passes = StepPasses(name)
         self._examined: set[tuple[int, int]] = set()  # optimizers, by id and number of parameters
         self._waiting: set[Tensor] = set()
         self._known: dict[Tensor, str] = {}  # with their names
@@ -231,16 +347,47 @@ def _watch_steps() -> None:
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise an error before a step that would use a gradient which was to be sent, and was not; torch calls this."""
     records = [record for record in _RECORDS if record.is_in_use]
-    if not records:
+    if not records and not _PLAIN:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if getattr(optimizer, "sends_gradients", False) or kwargs.get("grads") is not None:  # in this step
         note_sent(params)
+        _end_step(records, params)
         return
     for record in records:
         record.examine(optimizer, params)
         if names := record.unsent(params):
+            record.passes.tell(f"takes a step with gradients of {listed(names)} that were not averaged: {_WHY}")
             raise RuntimeError(
                 f"{record.name} has not sent the gradients of {listed(names)}, with which "
                 f"{type(optimizer).__name__}.step() would move them: {_WHY}"
             )
+    _end_step(records, params)
+
+
+def _end_step(records: Iterable[SendRecord], params: Sequence[Tensor]) -> None:
+    for record in records:
+        if record.passes.count and any(map(record.answers_for, params)):
+            record.passes.end_step()
+    for first, passes in _PLAIN.values():
+        if passes.count and any(param is first() for param in params):
+            passes.end_step()
+
+
+#: The averages of plain loops: by the parameters' ids, the first one, and how often they were averaged.
+_PLAIN: dict[tuple[int, ...], tuple[ref[Tensor], StepPasses]] = {}
+
+
+def passes_of(params: Sequence[Tensor]) -> StepPasses:
+    """The passes after which a plain loop averages these parameters; those of the last few lists are remembered."""
+    if not params:
+        return StepPasses("average_gradients")
+    key = tuple(map(id, params))
+    first, passes = _PLAIN.get(key, (None, None))
+    if first is None or passes is None or first() is not params[0]:
+        _watch_steps()
+        passes = StepPasses("average_gradients")
+        if len(_PLAIN) == _REMEMBERED:
+            _PLAIN.pop(next(iter(_PLAIN)))
+        _PLAIN[key] = ref(params[0]), passes
+    return passes

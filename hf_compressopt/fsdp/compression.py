@@ -303,6 +303,7 @@ class FSDPCompression:
     def step_taken(self) -> None:
         """Note that the parameters were updated by the averaged gradients: see :class:`GradientCompression`."""
         self._handed_out.use(checked=False)
+        self._record.passes.end_step()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -446,6 +447,9 @@ class FSDPCompression:
         if self._stream is not None:
             torch.accelerator.current_stream().wait_stream(self._stream)
         exchanged = bool(self._faults)
+        if exchanged:  # what a GPU has told of the pass before is read here
+            self._record.passes.begin()
+            self._record.passes.post(self.communicator, self.replica)
         dropped = self._is_faulty() if exchanged else False
         for errors in self._units:
             errors.end_pass(dropped)
@@ -453,6 +457,7 @@ class FSDPCompression:
         self._pass, self._faults = -1, []
         if not exchanged:  # all gradients wait for a later pass
             return
+        self._record.passes.check(now=False)
         self._skipped += dropped
         self.steps += 1
         self.traffic.end_step()

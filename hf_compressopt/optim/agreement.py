@@ -28,7 +28,7 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator
-from hf_compressopt.collectives.sender import listed, size_of, sizes_differ
+from hf_compressopt.collectives.sender import StepPasses, listed, size_of, sizes_differ
 from hf_compressopt.kernels import SKETCH_NUMEL, Segment, sum_of_squares
 from hf_compressopt.kernels.memory import holds_values, in_memory, numbers_on
 from hf_compressopt.optim.group import GroupState, by_communicator, has_own_groups
@@ -645,6 +645,7 @@ class Consensus:
         # norm and limit of the averaged gradients of the step
         self.clipping: tuple[float | Tensor, float] | None = None
         self._limit: float | None = None  # to which the gradients of the step are clipped
+        self.passes = StepPasses("average_gradients or DistributedDataParallel's hook")  # up to what compares them
         self.held_fault: Exception | None = None  # in this rank's gradients since the last sync of 0/1 Adam
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -742,7 +743,10 @@ class Consensus:
         norm, max_norm = float(self.clipping[0]), self.clipping[1]
         return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
-    def end_step(self) -> None:
+    def end_step(self, *, compared: bool = True) -> None:
+        """Close a step; ``compared``: not between two syncs of 0/1 Adam."""
+        if compared:
+            self.passes.end_step()
         self.clipping = self._limit = None
         self.noise.add(self._common)
         self.measured, self.at_sync, self._unread, self._overflow = None, None, None, False
@@ -789,6 +793,7 @@ class Consensus:
         if alike and not alike[0]:
             self.comparison.require_same_snapshot()
             self.communicator.require_equal("the norm to which they clip (max_norm)", self._limit)
+            self.passes.compare(self.communicator, in_step=True)
             self.early.agree()
             for each in (gradients, part):
                 each.left = self.early.left(gradients.groups)
@@ -811,7 +816,9 @@ class Consensus:
         self, gradients: StepGradients, plan: StepPlan, squares: Sequence[Tensor], mean: MeanNorm | None
     ) -> tuple[list[float], list[bool]]:
         """Exchange the one small message of a step: norms, faults, what must be alike. Returns the squared norms."""
-        digests: list[int | Tensor] = [digest_of([self.comparison.snapshot(), self.early.signature, self._limit])]
+        digests: list[int | Tensor] = [
+            digest_of([self.comparison.snapshot(), self.early.signature, self._limit, self.passes.count])
+        ]
         if not plan.reduce_grads:
             # one in every step: a resumed run, which compares once more, sends the uninterrupted one's bytes
             digests.append(self.second_digest(plan, gradients.groups))

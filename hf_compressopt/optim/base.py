@@ -20,6 +20,7 @@ from hf_compressopt.collectives.backward import take_over, watch_clipping
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce, in_runs, run_tasks
 from hf_compressopt.collectives.gradients import average_group
+from hf_compressopt.collectives.sender import StepPasses
 from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
 from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
@@ -135,6 +136,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     _fit = ""  # how the schedule was chosen, in words
     _bytes_compared = False
     _options_compared = False
+    _met = False  # the ranks have compared the passes whose messages left in backward
 
     def __init__(
         self,
@@ -296,8 +298,27 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._follow_parameters()
         plan, before = self.plan, self.last_plan if self._step > 0 else None
         self._announcement.begin(self, self._describe_start)
+        self.compare_passes()
         self._consensus.comparison.check(plan, before, self.must_be_alike)
         return plan
+
+    def compare_passes(self) -> None:
+        """Compare the passes of all ranks before the first message of a step that may meet those of another pass.
+
+        So may one by messages that leave in backward, the first one after steps by averaged gradients, and one that
+        measures how stable the variance is. The others compare passes in messages of the same form.
+        """
+        if self._met or self.communicator.world_size == 1 or not self.passes.are_known:
+            return
+        plan, before, early = self.plan, self.last_plan, self.early_messages
+        is_first = self._step > 0 and before.reduce_grads and not plan.reduce_grads
+        if is_first or (early.leave_in_backward and early.due(plan, before)):
+            self._met = True
+            self.passes.compare(self.communicator, in_step=True)
+        elif self.freeze_step == AUTO and plan.reduce_grads and not plan.stage.number:
+            self._met = True
+            self.passes.post(self.communicator, in_step=True)
+            self.passes.check(now=False)
 
     def require_same_options(self) -> None:
         """Raise on all ranks, before the first message, if they differ in class, step or options. All ranks call."""
@@ -414,7 +435,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _end_step(self, plan: StepPlan, *, taken: bool) -> None:
         """Close a step, which was taken or skipped."""
         self.step_was_skipped = not taken
-        self._consensus.end_step()
+        self._met = False
+        self._consensus.end_step(compared=plan.agree or plan.synchronize)
         self.early_messages.end_step(taken=taken)
         self.warmup_gradients.commit(taken=False)  # of what no step has taken
         if plan.reduce_grads or self.warmup_gradients.in_use:
@@ -455,6 +477,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if isinstance(norm, Tensor):
             return norm.float()
         return torch.full((), in_float32(norm), dtype=torch.float32, device=self.communicator.device)
+
+    @property
+    def passes(self) -> StepPasses:
+        """The backward passes for the coming step that average_gradients or DistributedDataParallel's hook knows."""
+        return self._consensus.passes
 
     def note_clipping(self, norm: float | Tensor, max_norm: float) -> None:
         """Record that another function has clipped the averaged gradients of the coming step by their norm."""

@@ -168,6 +168,7 @@ class EarlyMessages:
     agreed on that, as they do when they clip, comes too late for the step.
     """
 
+    leave_in_backward = False  # DistributedDataParallel's hook sends them, after the ranks have compared their passes
     always = False  # whether the messages of every step are, so that a step without clipping says so
 
     def __init__(self, enabled: bool, groups: ParamGroups, tensors: dict[str, Tensor], message_of: MessageOf) -> None:

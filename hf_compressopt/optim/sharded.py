@@ -393,10 +393,13 @@ class FreedGradients(EarlyMessages):
         if self._passes is None or len(self._params) != len(params):
             numbers = {param: number for number, param in enumerate(params)}
             members = [{numbers[param] for param in bucket.members()} for bucket in self._make_buckets()]
-            if self._passes is not None:
-                self._passes.require_attached()
-                self._passes.detach()
+            before = self._passes
+            if before is not None:
+                before.require_attached()
+                before.detach()
             self._passes = BackwardPasses(self, "compressed optimizer (zero_stage=2)", self._communicator)
+            if before is not None:
+                self._passes.passes = before.passes
             self._passes.add(params, members)
             self._params, self._members = params, members
         return self._passes
@@ -425,6 +428,7 @@ class FreedGradients(EarlyMessages):
         passes.flush()
         if not self._was_sent:
             passes.empty_pass()
+        passes.meet()
         if self._was_sent:
             passes.order.agree(self._communicator)
 
@@ -508,6 +512,7 @@ class FreedGradients(EarlyMessages):
         """Drop the gradients that were sent, and keep the errors. All ranks call; else they raise in the step."""
         if self._passes is not None:
             self._passes.flush()
+            self._passes.passes.drop()
         dropped, sketches = self._was_sent, self._sent.sketches
         if self.holds_gradients():
             self._forget()
@@ -523,6 +528,8 @@ class FreedGradients(EarlyMessages):
     def end_step(self, *, taken: bool) -> None:
         super().end_step(taken=taken)
         self._begin_anew()
+        if self._passes is not None:
+            self._passes.end_step()
 
     def _begin_anew(self) -> None:
         self._sent, self.clipped, self._dropped = _SentGradients(), 1.0, False

@@ -434,7 +434,7 @@ class ZeroOneAdam(CompressedAdam):
         """Return whether parameters were written on any rank, and whether this rank's gradients are finite."""
         states = [state for state in self._states if state.compressed and state.own_rank is None]
         so_far = [self._interval.since_sync(state) for state in states]
-        digest = digest_of((self._consensus.comparison.snapshot(), so_far))
+        digest = digest_of((self._consensus.comparison.snapshot(), so_far, self.passes.count))
         # two in every message that is counted: a resumed run, which compares once more, sends the same bytes
         digests = digest, self._consensus.second_digest(plan, gradients)
         written = self._interval.written(self.communicator.device)
@@ -442,6 +442,7 @@ class ZeroOneAdam(CompressedAdam):
         if not alike[0]:
             self._consensus.comparison.require_same_snapshot()
             self.communicator.require_equal("their learning rates since the last sync", so_far)
+            self.passes.compare(self.communicator, in_step=True)
         self._consensus.comparison.compare_new_groups(plan)
         self._consensus.heed_second(plan, alike[1:], usable=usable)
         return anywhere, usable

@@ -236,6 +236,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = skipped
         self.loss_scale.update(skipped)
         self._reducer.clear()
+        self._reducer.backward.end_step()
         self.traffic.end_step()
         self._announcement.end(self, self._describe_memory)
         self._reducer.backward.order.agree(self.communicator)
@@ -286,6 +287,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _finish_gradients(self) -> float:
         self._reducer.backward.require_attached()
+        self._reducer.backward.meet()
         self._announcement.begin(self)
         options = [self.optimizer_class.__name__, f"clip_grad {self.clip_grad}", f"loss scale {vars(self.loss_scale)}"]
         self.partition.check_ranks_agree(self.steps, options, self.param_groups)

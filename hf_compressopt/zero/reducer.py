@@ -383,6 +383,7 @@ class GradientReducer:
     def clear(self) -> None:
         """Drop all gradients, and the errors of their messages. All ranks call if a pass is open."""
         self.backward.flush()
+        self.backward.passes.drop()
         for gradients in self.slices:
             gradients.average = gradients.pending = gradients.coming = None
         for number, known in enumerate(self.known):

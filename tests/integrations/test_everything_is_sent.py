@@ -519,3 +519,82 @@ def test_gradients_that_nobody_uses_or_others_average_are_no_error(rank: int, wo
         for number in range(STEPS):
             step(number)
         assert same_on_all_ranks(params), make.__name__
+
+
+# -- as many backward passes on all ranks ------------------------------------------------------------------------------
+
+Looped = tuple[Any, Callable[[], Any], Callable[[], Any]]  # optimizer, forward, and what follows each backward
+
+
+def take_steps(
+    optimizer: Any, forward: Callable[[], Any], average: Callable[[], Any], *, passes: int, count: int
+) -> None:
+    for _ in range(count):
+        for _ in range(passes):
+            forward().backward()
+            average()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_ddp(method: str, **options: Any) -> Looped:
+    model, chosen = Net(), METHODS[method]
+    optimizer = optimizer_of(chosen._replace(options=chosen.options | options), model.parameters())
+    ddp = wrapped(chosen, model, optimizer)
+    return optimizer, lambda: ddp(torch.randn(4, 8)), lambda: None
+
+
+def in_a_loop(what: str) -> Looped:
+    model = Net()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), **ADAM)
+    average: Callable[[], Any] = partial(average_gradients, list(model.parameters()))
+    if what == "state":
+        average = GradientCompression(model.named_parameters()).average_gradients
+    elif what != "parameters":
+        optimizer = optimizer_of(METHODS[what], model.parameters())
+        average = partial(average_gradients, optimizer) if METHODS[what].options.get("freeze_step") else lambda: None
+    return optimizer, lambda: model(torch.randn(4, 8)), average
+
+
+def in_fsdp(*mesh: int) -> Looped:
+    model, names = Net(), ("replicate", "shard")[-len(mesh) :]
+    devices = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+    fully_shard(model, mesh=devices["shard"])
+    compress_fsdp(model, devices)
+    return torch.optim.AdamW(model.parameters(), **ADAM), lambda: model(torch.randn(4, 8)), lambda: None
+
+
+@on_ranks(2)
+def test_an_uneven_number_of_backward_passes_raises_on_all_ranks(rank: int, world_size: int) -> None:
+    loops: list[Callable[[], Looped]] = [partial(in_ddp, method) for method in HOOKED]
+    loops += [partial(in_ddp, "onebit_adam", warmup_bits=32), partial(in_ddp, "zero_one_adam", freeze_step=1)]
+    loops += [partial(in_a_loop, what) for what in ("parameters", "state", "onebit_adam", "zero1_adamw", "zero2_adamw")]
+    loops += [partial(in_fsdp, 2), partial(in_fsdp, 2, 1)]
+    for make in loops:
+        loop = make()
+        take_steps(*loop, passes=2, count=3)
+        with pytest.raises(RuntimeError, match=r"different numbers of backward passes.*rank 0 .*3.*; rank 1 .*(1|2)"):
+            take_steps(*loop, passes=2 if rank else 3, count=16)
+        loop[0].zero_grad()
+
+
+@on_ranks(2)
+def test_a_gradient_that_one_rank_alone_has_not_sent_raises_on_all(rank: int, world_size: int) -> None:
+    model = Net()
+    state = GradientCompression(model.named_parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+
+    def step(*, alone: bool) -> None:
+        model(torch.randn(4, 8)).backward()
+        state.average_gradients()
+        if alone and rank:
+            model.head(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(alone=False)
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 takes a step with gradients of head.weight, head.bias that were not"
+    ):
+        for _ in range(2):
+            step(alone=True)

@@ -322,6 +322,28 @@ def test_a_pass_that_raised_on_all_ranks_leaves_no_trace(rank: int, world_size: 
     assert not list(different(bits(model), train_stack(rank, {})))
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(2)
+def test_gradients_that_one_rank_throws_away_are_no_part_of_an_average(rank: int, world_size: int, stage: int) -> None:
+    model = Stack()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage=stage, lr=1e-2)
+    before = bits(model)
+    for again in (0, 1):
+        stack_loss(model, rank, 0).backward()
+        if rank:
+            optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"rank 0 takes a step after 1 pass; rank 1 .*1 of them thrown away"):
+            for _ in range(again * rank):
+                stack_loss(model, rank, 0).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    assert not list(different(bits(model), before))
+    for step in range(3):
+        stack_loss(model, rank, 10 * step).backward()
+        optimizer.step()
+    assert not list(different(bits(model), train_stack(rank, {"stage": stage})))
+
+
 def _note(calls: list[str], what: str, *_: Any) -> None:
     calls.append(what)
 
