@@ -347,7 +347,7 @@ class GradientCompression:
                     param.grad = torch.zeros_like(param)
                 self._rounds.add(param, param.grad)
             self._rounds.finish(self._finish)
-            self._record.passes.check()
+            self._record.passes.check(now=False)
             self._handed_out.hand_out()
         note_sent(self.params)
 
@@ -363,7 +363,7 @@ class GradientCompression:
             self._record.passes.begin()
             self._record.passes.post(self.communicator)
         if bucket.is_last():
-            self._record.passes.check()
+            self._record.passes.check(now=False)
             after_backward(self._hand_out)
         return future
 
@@ -433,12 +433,17 @@ class GradientCompression:
 
     def _warn_not_finite(self, step: int, whose: str) -> None:
         if self.communicator.rank == 0:
-            logger.warning(
-                "step %d: gradients of %s are not finite, and so are their averages on all ranks: an optimizer without "
-                "a GradScaler takes the step all the same, and its parameters become NaN. Errors stay as they were",
-                step,
-                whose,
-            )
+            warn_not_finite(logger, step, whose)
+
+
+def warn_not_finite(log: logging.Logger, step: int, whose: str) -> None:
+    """Warn of averages of a step that are not finite."""
+    log.warning(
+        "step %d: gradients of %s are not finite, and so are their averages on all ranks: an optimizer without a "
+        "GradScaler takes the step all the same, and its parameters become NaN. Errors stay as they were",
+        step,
+        whose,
+    )
 
 
 def bits_of(option: str, value: str) -> int:

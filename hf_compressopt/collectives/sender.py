@@ -52,6 +52,7 @@ class StepPasses:
         self.name = name
         self.count = self.before = 0  # since the last step, and up to it since the one before
         self.in_loop: Communicator | None = None  # the ranks of a plain loop, whose next message is that of a pass
+        self.members = 0  # the number of the parameters, where it may grow
         self.are_known = False  # somebody has counted one
         self.held = 0  # those of them whose gradients were not thrown away since
         self._posted: _Posted | None = None
@@ -84,7 +85,7 @@ class StepPasses:
         wide = [each for each in dict.fromkeys(communicators) if each.world_size > 1]
         if not wide:
             return
-        numbers = [float(self.count), float(self.held), float(in_step)]
+        numbers = [float(self.count), float(self.held), float(in_step), float(self.members)]
         message = numbers_on(wide[0].reached().device, [*numbers, *(-number for number in numbers)])
         self._posted = _Posted(wide, wide[1:], _largest(wide[0], message), message, doing or self._describe(in_step))
 
@@ -113,10 +114,10 @@ class StepPasses:
         for communicator in ranks:
             everyone = [each for found in communicator.all_gather_object(everyone) for each in found]
         raise RuntimeError(
-            "the ranks have different numbers of backward passes in a step, or of gradients to send, or not all have "
-            f"thrown gradients away ({self.name}): {'; '.join(sorted(everyone))}. Give all ranks as many batches and "
-            "micro-batches (drop_last=True), run all passes but the last one of a step inside no_sync(), and call "
-            "zero_grad() on all ranks or on none"
+            "the ranks have different numbers of backward passes in a step, of parameters, or of gradients to send, or "
+            f"not all have thrown gradients away ({self.name}): {'; '.join(sorted(everyone))}. Give all ranks as many "
+            "batches and micro-batches (drop_last=True), run all passes but the last one of a step inside no_sync(), "
+            "and call zero_grad() and add_param_group() on all ranks or on none"
         )
 
     def compare(self, *communicators: Communicator, in_step: bool = False) -> None:
@@ -133,8 +134,10 @@ class StepPasses:
     def _describe(self, in_step: bool) -> str:
         dropped = f", {self.count - self.held} of them thrown away by zero_grad()" if self.held != self.count else ""
         if in_step:
-            return f"takes a step after {self.count} pass{'es' * (self.count != 1)}{dropped}"
-        before = f" ({self.before} in the step before)" if self.before else ""
+            of = f" of {self.members} parameters" if self.members else ""
+            return f"takes a step after {self.count} pass{'es' * (self.count != 1)}{of}{dropped}"
+        before = f" of {self.members} parameters" if self.members else ""
+        before += f" ({self.before} in the step before)" if self.before else ""
         return f"is in pass {self.count}{before}{dropped}"
 
 

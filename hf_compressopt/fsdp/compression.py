@@ -25,6 +25,7 @@ from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
@@ -44,8 +45,9 @@ from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import SIGNS_PER_BYTE, Bucket, FlatLayout, bucket_numel_of, chunk_numel
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.fsdp.units import Unit, outside, units_of
-from hf_compressopt.grad_compression import bits_of, check_place, check_state, scale_of
+from hf_compressopt.grad_compression import bits_of, check_place, check_state, scale_of, warn_not_finite
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment
+from hf_compressopt.kernels.memory import reads_at_once
 from hf_compressopt.kernels.messages import travels_in_full
 from hf_compressopt.optim.math import bit_sum
 
@@ -451,6 +453,8 @@ class FSDPCompression:
             self._record.passes.begin()
             self._record.passes.post(self.communicator, self.replica)
         dropped = self._is_faulty() if exchanged else False
+        if isinstance(dropped, Tensor) and reads_at_once(dropped.device) and dropped:
+            self._warn_not_finite()
         for errors in self._units:
             errors.end_pass(dropped)
         self._handed_out.hand_out()
@@ -462,6 +466,19 @@ class FSDPCompression:
         self.steps += 1
         self.traffic.end_step()
         self._announcement.end(self)
+
+    def _warn_not_finite(self) -> None:
+        """Say whose gradients were not finite, by what their messages have missed. All ranks call."""
+        pending = [errors.kept.pending for errors in self._units]
+        missed = any(new is not None and not bool(new.worker_values().isfinite().all()) for new in pending)
+        everyone = [[dist.get_rank()] if missed else []]
+        for ranks in dict.fromkeys((self.communicator, self.replica)):
+            everyone = [each for found in ranks.all_gather_object(everyone) for each in found]
+        if dist.get_rank() == 0:
+            numbers = sorted(chain.from_iterable(everyone))
+            whose = f"rank {', '.join(map(str, numbers))}" if numbers else "a rank"
+            warn_not_finite(logger, self.steps + 1, whose)
+        self._said_not_finite += 1
 
     def _is_faulty(self) -> Tensor:
         """Return whether a gradient of any shard is not finite, [] bool. All ranks of a replica call."""

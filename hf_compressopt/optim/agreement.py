@@ -403,7 +403,7 @@ class Comparison:
         self.checked = False
         self.has_new_groups = False  # which no message has compared yet
         self._compared_at = 0  # the step before which the ranks were compared last
-        self._layouts: tuple[int, int] = (-1, 0)  # the number of param groups, and a digest of what is fixed of them
+        self._layouts: tuple[list[Any], int] = ([], 0)  # what may change of the layouts, and their digest
 
     def check(self, plan: StepPlan, before: StepPlan | None, alike: Callable[[], Sequence[Any]]) -> None:
         """Check, before the first step and before the first one of a stage, that the ranks are alike."""
@@ -436,11 +436,13 @@ class Comparison:
 
     def snapshot(self) -> list[Any]:
         """Return what a small message compares of the param groups: what may change between two steps."""
-        if self._layouts[0] != len(self._states):
+        masks = [state.options.get("exp_avg_mask") for state in self._states]
+        now = [(id(mask), getattr(mask, "_version", 0)) for mask in masks]
+        if self._layouts[0] != now or not now:
             shared = [state for state in self._states if state.own_rank is None]
             own = [state.own_rank is not None for state in self._states]
-            self._layouts = len(self._states), digest_of([own, [_rows_of(state) for state in shared]])
-        return [self.hyperparameters(), self._layouts, self.trained(), self.has_new_groups]
+            self._layouts = now, digest_of([own, [_rows_of(state) for state in shared]])
+        return [self.hyperparameters(), len(now), self._layouts[1], self.trained(), self.has_new_groups]
 
     def compare_new_groups(self, plan: StepPlan) -> None:
         """Check the parameters of groups that all ranks have added, as the last small message has told. All call."""
