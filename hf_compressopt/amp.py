@@ -35,16 +35,22 @@ class GradScaler(torch.amp.GradScaler):
 
     def get_scale(self) -> float:
         """Return the scale, without a wait for what was queued since the last update: backward may be under way."""
-        scale = self._scale
-        if self._noted is not None and scale is self._noted[0] and scale._version == self._noted[1]:
+        scale = getattr(self, "_scale", None)  # a scaler that is not enabled has none
+        if (
+            self._noted is not None
+            and scale is not None
+            and scale is self._noted[0]
+            and scale._version == self._noted[1]
+        ):
             return float(self._noted[2]())
         return float(super().get_scale())
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale as torch does, and tell it to the optimizers that keep errors of gradients."""
         super().update(new_scale)
-        if self._scale is not None and not reads_at_once(self._scale.device):
-            self._noted = self._scale, self._scale._version, fetch_later(self._scale)
+        scale = getattr(self, "_scale", None)
+        if scale is not None and not reads_at_once(scale.device):
+            self._noted = scale, scale._version, fetch_later(scale)
         for optimizer in self._told or ():
             if isinstance(optimizer, ZeroOptimizer):
                 optimizer.partition.reducer.note_scaler(self.get_scale())

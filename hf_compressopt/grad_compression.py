@@ -334,6 +334,7 @@ class GradientCompression:
         self._record.passes.in_loop = self.communicator
         self._record.passes.begin()
         self._record.passes.post(self.communicator)
+        self._record.passes.check(now=False)  # another rank may be in a step, which it refuses
         with torch.no_grad():
             mine = [0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else 2.0 for p in self.params]
             present = numbers_on(self.communicator.device, mine)
@@ -347,7 +348,6 @@ class GradientCompression:
                     param.grad = torch.zeros_like(param)
                 self._rounds.add(param, param.grad)
             self._rounds.finish(self._finish)
-            self._record.passes.check(now=False)
             self._handed_out.hand_out()
         note_sent(self.params)
 

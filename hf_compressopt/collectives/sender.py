@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet, finalize, ref
 
@@ -26,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.kernels.memory import numbers_on, reads_at_once
+from hf_compressopt.kernels.memory import fetch_later, numbers_on, reads_at_once
 
 _RECORDS: WeakSet[SendRecord] = WeakSet()
 _steps_are_watched = False
@@ -87,7 +88,8 @@ class StepPasses:
             return
         numbers = [float(self.count), float(self.held), float(in_step), float(self.members)]
         message = numbers_on(wide[0].reached().device, [*numbers, *(-number for number in numbers)])
-        self._posted = _Posted(wide, wide[1:], _largest(wide[0], message), message, doing or self._describe(in_step))
+        arrive = partial(_arrived, _largest(wide[0], message), wide[1:], message)
+        self._posted = _Posted(wide, arrive, doing or self._describe(in_step))
 
     def check(self, *, now: bool = True) -> None:
         """Raise an error on all ranks if they differ in what was posted.
@@ -96,17 +98,13 @@ class StepPasses:
         """
         if self._posted is None:
             return
-        ranks, rest, wait, message, mine = self._posted
-        wait()
-        for each in rest:
-            _largest(each, message)()
-        if not now and not reads_at_once(message.device):
-            here = torch.empty_like(message, device="cpu", pin_memory=True).copy_(message, non_blocking=True)
-            event = torch.accelerator.current_stream(message.device).record_event()
-            self._posted = _Posted(ranks, [], event.synchronize, here, mine)
+        ranks, arrive, mine = self._posted
+        found = arrive()
+        if not now and not reads_at_once(found.device):
+            self._posted = _Posted(ranks, fetch_later(found), mine)
             return
         self._posted = None
-        most, least = message.view(2, -1).tolist()
+        most, least = found.view(2, -1).tolist()
         if all(high == -low for high, low in zip(most, least, strict=True)):
             return
         self.count = self.held = 0  # the ranks begin anew, if somebody goes on after the error
@@ -145,9 +143,7 @@ class _Posted(NamedTuple):
     """A message of :class:`StepPasses` that is under way."""
 
     ranks: Sequence[Communicator]
-    rest: Sequence[Communicator]  # those that it has not reached yet
-    wait: Callable[[], object]
-    message: Tensor
+    arrive: Callable[[], Tensor]  # returns the largest numbers of all ranks
     mine: str  # what this rank does, in words
 
 
@@ -155,6 +151,14 @@ def _largest(communicator: Communicator, message: Tensor) -> Callable[[], object
     """Start taking the largest numbers of all ranks, and return what awaits them."""
     with communicator.traffic.paused():  # as checks are no part of the training's traffic
         return communicator.all_reduce(message, op="max").wait
+
+
+def _arrived(wait: Callable[[], object], others: Sequence[Communicator], message: Tensor) -> Tensor:
+    """Await a message, and take it to the ranks of the other communicators too."""
+    wait()
+    for each in others:
+        _largest(each, message)()
+    return message
 
 
 class SendRecord:

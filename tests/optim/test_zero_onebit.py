@@ -531,7 +531,7 @@ def test_misuse_is_refused_on_all_ranks_together(rank: int, world_size: int) -> 
             backward()
             if rank:
                 optimizer.zero_grad()
-            with pytest.raises(RuntimeError, match=r"rank 0 takes a step after 1 pass; rank 1 .*1 of them thrown away"):
+            with pytest.raises(RuntimeError, match=r"rank 0 takes a step after .*; rank 1 .*of them thrown away"):
                 for _ in range(again):
                     backward()
                 optimizer.step()
