@@ -102,7 +102,7 @@ class BackwardPasses:
             hook = _hook(WeakMethod(self.gradient_arrived), number)
             self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._owned.update(map(id, params))
-        self.passes.members = len(self._handles)
+        self.passes.note_members(len(self._handles))
         self.order.add(buckets)
         if not _steps_are_watched:
             register_optimizer_step_post_hook(_check_step)

@@ -73,7 +73,7 @@ class GradientSync:
         if self._record is not None:
             for optimizer in self.optimizers:
                 self._record.add(optimizer.shared_parameters())
-            self._record.passes.members = sum(len(optimizer.shared_parameters()) for optimizer in self.optimizers)
+            self._record.passes.note_members(sum(len(each.shared_parameters()) for each in self.optimizers))
 
     def average(
         self,

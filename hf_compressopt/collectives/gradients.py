@@ -23,7 +23,7 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator, Traffic
 from hf_compressopt.collectives.exchange import BucketErrors, Order, Pipeline, Task, all_reduce, in_runs
 from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members
-from hf_compressopt.collectives.sender import StepPasses, note_sent, passes_of, size_of
+from hf_compressopt.collectives.sender import StepPasses, forget_plain_passes, note_sent, passes_of, size_of
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment
@@ -539,9 +539,14 @@ def _average(
     values = _values_of_new(params)
     digest = _digest_of(tuple(p.shape for p in params), values)
     (counts, *_), (alike, *_) = communicator.sum_and_compare([count], [digest], None, None)
-    passes.check()
     if not alike:
-        _check_alike(params, communicator)
+        try:
+            _check_alike(params, communicator)
+        except ValueError:
+            passes.forget()
+            forget_plain_passes()
+            raise
+    passes.check()
     if counts >= _SPARSE:
         raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
     has_grad = [True] * len(params)

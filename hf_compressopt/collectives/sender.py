@@ -53,7 +53,7 @@ class StepPasses:
         self.name = name
         self.count = self.before = 0  # since the last step, and up to it since the one before
         self.in_loop: Communicator | None = None  # the ranks of a plain loop, whose next message is that of a pass
-        self.members = 0  # the number of the parameters, where it may grow
+        self.members = 0  # the number of the parameters, once it has changed between passes
         self.are_known = False  # somebody has counted one
         self.held = 0  # those of them whose gradients were not thrown away since
         self._posted: _Posted | None = None
@@ -67,6 +67,16 @@ class StepPasses:
         self.are_known = True
         self.count += 1
         self.held += 1
+
+    def note_members(self, number: int) -> None:
+        """Note the number of the parameters, if there were passes: before the first one other messages compare it."""
+        if self.are_known:
+            self.members = number
+
+    def forget(self) -> None:
+        """Begin anew after another error of all ranks."""
+        self._posted = None
+        self.count = self.held = 0
 
     def drop(self) -> None:
         """Note that what the passes have sent was thrown away."""
@@ -383,6 +393,12 @@ def _end_step(records: Iterable[SendRecord], params: Sequence[Tensor]) -> None:
 
 #: The averages of plain loops: by the parameters' ids, the first one, and how often they were averaged.
 _PLAIN: dict[tuple[int, ...], tuple[ref[Tensor], StepPasses]] = {}
+
+
+def forget_plain_passes() -> None:
+    """Begin anew after an error in an average of a plain loop: the ranks may have counted for other parameters."""
+    for _, passes in _PLAIN.values():
+        passes.forget()
 
 
 def passes_of(params: Sequence[Tensor]) -> StepPasses:

@@ -697,7 +697,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._show_moments(state)
         # ranks that have taken steps meet at the next small message: only one of them may have called this
         self._consensus.comparison.has_new_groups = True
-        self.passes.members = len(self.shared_parameters())
+        self.passes.note_members(len(self.shared_parameters()))
 
     def _follow_parameters(self) -> None:
         """Move the buffers to where the parameters are, if a model was moved after its optimizer was made."""

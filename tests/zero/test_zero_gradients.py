@@ -332,7 +332,7 @@ def test_gradients_that_one_rank_throws_away_are_no_part_of_an_average(rank: int
         stack_loss(model, rank, 0).backward()
         if rank:
             optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match=r"rank 0 takes a step after 1 pass .*; rank 1 .*1 of them thrown away"):
+        with pytest.raises(RuntimeError, match=r"rank 0 takes a step after 1 pass; rank 1 .*1 of them thrown away"):
             for _ in range(again * rank):
                 stack_loss(model, rank, 0).backward()
             optimizer.step()
