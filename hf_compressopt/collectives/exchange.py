@@ -46,6 +46,7 @@ from hf_compressopt.kernels import (
     Errors,
     IntegerFormat,
     MessageFormat,
+    reference,
 )
 from hf_compressopt.kernels.compact import like_errors, tensor_of
 
@@ -56,8 +57,6 @@ Task = Generator["bool | None", None, _Result]
 _LAST = True
 #: Elements up to which consecutive small buckets are sent together: their messages are too short to fill a link.
 TOGETHER = 1 << 16
-#: Elements that are summed at once per thread: a few pieces fit into a core's own cache.
-_PIECE = 1 << 15
 
 
 # -- tasks in flight --------------------------------------------------------------------------------------------------
@@ -437,7 +436,7 @@ def summed(
     yield last
     handle.wait()
     del values
-    return sum_of_rows(received.view(count, own).unbind(), factor)
+    return sum_of_rows(received.view(count, own), factor)
 
 
 def scatter_sums(buffer: Tensor, ranks: Communicator) -> Task[Tensor]:
@@ -491,22 +490,12 @@ def _equal(buffer: Tensor, ranks: Communicator) -> list[int]:
     return [buffer.numel() // ranks.world_size] * ranks.world_size
 
 
-def sum_of_rows(rows: Sequence[Tensor], factor: float = 1.0) -> Tensor:
-    """Return the sum of ``rows`` in their order, times ``factor``: [n] float64 of float64 values, else float32."""
-    first = rows[0]
-    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-    total = torch.empty(first.numel(), dtype=dtype, device=first.device)
-    piece = _PIECE * torch.get_num_threads() if first.device.type == "cpu" else max(1, first.numel())
-    split = first.numel() > piece
-    runs = zip(*(torch.split(values, piece) for values in (total, *rows)), strict=True) if split else [(total, *rows)]
-    for parts in runs:
-        out, head, *others = parts
-        if others and head.dtype == out.dtype:
-            torch.add(head, others.pop(0), out=out)
-        else:
-            out.copy_(head)
-        for other in others:
-            out += other
-        if factor != 1:
-            out *= factor
+def sum_of_rows(rows: Tensor, factor: float = 1.0) -> Tensor:
+    """Return the sum of [count, n] in the order of the rows, times ``factor``: [n] float32, or float64 of float64."""
+    if rows.dtype == torch.float64:
+        total = torch.empty(rows.shape[1], dtype=torch.float64, device=rows.device)
+        reference.sum_rows_(rows, total, factor)
+    else:
+        total = torch.empty(rows.shape[1], dtype=torch.float32, device=rows.device)
+        kernels.on(rows).sum_rows_(rows, total, factor)
     return total

@@ -22,7 +22,7 @@ import torch
 VARIABLE = "HF_COMPRESSOPT_KERNELS"
 CHOICES = ("native", "reference")
 
-_ABI_VERSION = 9
+_ABI_VERSION = 10
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
 _DEVICE_ERROR = 3  # co_status of a failure that may pass
@@ -44,6 +44,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_average_compress": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
     "co_decompress": [c_void_p, c_void_p],
     "co_combine": [c_void_p, c_void_p, c_int64],
+    "co_sum_rows": [c_void_p, c_int32, c_int64, c_void_p, c_int64, c_float],
     "co_compress_integers": [c_void_p] * 4 + [c_int64, c_int32, c_int32],
     "co_average_integers": [c_void_p] * 4 + [c_int64, c_int32, c_int32],
     "co_mean_integers": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_float],

@@ -319,6 +319,16 @@ def combine_(z: Combination, out: Tensor) -> None:
     mark_written([out])
 
 
+def sum_rows_(rows: Tensor, out: Tensor, factor: float = 1.0) -> None:
+    use = Operands(out.device, out.numel())
+    code = DTYPES.get(rows.dtype)
+    if code is None:
+        raise ValueError(f"rows must be float32, bfloat16 or float16, got {rows.dtype}")
+    read = use.read("rows", rows, rows.dtype, rows.shape[0] * use.numel)
+    call("co_sum_rows", use.device, read, code, rows.shape[0], use.floats("out", out), use.numel, factor)
+    mark_written([out])
+
+
 def apply_adam_(update: AdamUpdate) -> None:
     m, v, given = update.exp_avg, update.exp_avg_sq, update.corrections
     use = Operands((v if isinstance(v, Tensor) else v.codes).device, update.y.numel)

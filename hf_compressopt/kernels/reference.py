@@ -35,6 +35,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 _MASK = 2**64 - 1
+_PIECE = 1 << 15  # elements of rows that are summed at once per thread: a few pieces fit into a core's own cache
 _LONG_RUN, _DEVICE_RUN = 1 << 16, 1 << 23  # elements that become float64 at once, on a CPU and elsewhere
 
 
@@ -312,6 +313,24 @@ def combine_(z: Combination, out: Tensor) -> None:
             part.add_(segment.part.float() * z.beta)
         if z.factors is not None:
             part.mul_(z.factors[segment.index])
+
+
+def sum_rows_(rows: Tensor, out: Tensor, factor: float = 1.0) -> None:
+    """Write the sum of rows, in their order, times a factor: out <- (((r0 + r1) + r2) + ...) * factor.
+
+    rows: [count, n], contiguous. out: [n] float32, written; float64 where rows are.
+    """
+    piece = _PIECE * torch.get_num_threads() if out.device.type == "cpu" else max(1, out.numel())
+    for total, part in zip(torch.split(out, piece), torch.split(rows, piece, dim=1), strict=True):
+        head, *others = part.unbind()
+        if others and head.dtype == total.dtype:
+            torch.add(head, others.pop(0), out=total)
+        else:
+            total.copy_(head)
+        for other in others:
+            total += other
+        if factor != 1:
+            total *= factor
 
 
 def values_of(y: Average) -> Tensor:

@@ -157,6 +157,10 @@ def _apply(kernels: Any, data: Data) -> Written:
     kernels.lamb_apply_(m, v, params, rates, options)
     values = data.normal()
     kernels.decompress_(y, values)
+    for dtype, factor in zip(DTYPES, (1.0, 0.3, 1.0), strict=True):
+        total = data.normal()
+        kernels.sum_rows_(data.normal(_RANKS * data.numel, dtype).view(_RANKS, -1), total, factor)
+        yield total, 0.0
     yield from ((tensor, 0.0) for tensor in (out, values, m, u, anchor, fresh, *tensors_of(params)))
     yield sums / data.numel, SUMS
 

@@ -325,6 +325,7 @@ KERNELS = {  # of a bucket
     "apply": lambda c: cases.check_apply_adam(CPU, 9001, 5, chunks=3, log=c),
     "compress integers": lambda c: cases.check_compress(CPU, INTEGERS, 9001, 3, segments=5, compact=c),
     "average integers": lambda c: cases.check_average_compress(CPU, INTEGERS, 9001, 8, compact=c),
+    "sum rows": lambda c: cases.check_sum_rows(CPU, 9001, 8, torch.bfloat16 if c else torch.float32, 0.5, 0),
     "add integers": lambda c: cases.check_add(CPU, INTEGERS, 9001, 3, segments=5, decay=0.5 * c, scale=2.0),
 }
 

@@ -186,6 +186,8 @@ def test_the_c_interface_refuses_in_words() -> None:
         ("co_compress", (zero, byref(values), sent, 8, 12, 1), "scale_block must be a multiple of 8, or 0, got 12"),
         ("co_compress", (zero, byref(both), sent, 8, 0, 1), "error must have values or messages, and not both"),
         ("co_average_integers", (sent, byref(values), byref(compact), sent, 8, 8, 1), "new_error have two forms"),
+        ("co_sum_rows", (some, 3, 2, some, 4, 1.0), "co_sum_rows: the rows have dtype 3; known are 0 to 2"),
+        ("co_sum_rows", (some, 0, 0, some, 8, 1.0), "co_sum_rows: count must be >= 1, got 0"),
         ("co_combine", (byref(z), some, 8), "co_combine: last has 16 elements, the bucket has 8"),
         ("co_decode_integers", (byref(IntegersRecord(sent, 8, 48, 1, 5)), some), "bits must be 4 or 8, got 5"),
         ("co_sketch", (params, count, -1, 0, some, some), "co_sketch: offset must be >= 0, got -1"),

@@ -348,6 +348,15 @@ def check_combine(device: torch.device, numel: int, segments: int, **options: An
         k.combine_(z, out)
 
 
+def check_sum_rows(device: torch.device, numel: int, count: int, dtype: torch.dtype, factor: float, shift: int) -> None:
+    case = Pair(device, numel + count)
+    rows = torch.randn(count, numel, generator=case.random).to(dtype)
+    finite = SPECIAL[:-3]  # a sum of infinities is NaN, whose bits are the device's own
+    rows.view(-1)[: len(finite)] = finite[: rows.numel()]
+    for k, values, out in case.sides(case.put(rows, shift), case.normal(numel, shift=3)):
+        k.sum_rows_(values, out, factor)
+
+
 def check_decompress(device: torch.device, form: Form, numel: int, chunks: int, shift: int = 0) -> None:
     case = Pair(device, numel)
     for k, y, out in case.sides(average(case, form, numel, chunks), case.normal(numel, shift=shift)):

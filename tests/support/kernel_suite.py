@@ -92,6 +92,12 @@ class KernelSuite:
                     cases.check_combine(device, numel, segments, with_x=with_x, with_factors=segments > 1)
         cases.check_combine(device, 1009, 800, with_factors=True)
 
+    def test_sum_rows(self, device: torch.device) -> None:
+        for numel in cases.NUMELS:
+            for count in (1, 2, 4, 5, 9):
+                for dtype, factor in zip(cases.DTYPES, (1.0, 1 / count, 3.0), strict=True):
+                    cases.check_sum_rows(device, numel, count, dtype, factor, shift=numel % 3)
+
     @pytest.mark.parametrize("chunks", [0, 1, 3])
     def test_apply_adam(self, device: torch.device, chunks: int) -> None:
         for numel, segments in ((1, 1), (5003, 7), (4099, 30)):

@@ -28,7 +28,7 @@ extern "C" {
 #define CO_API __attribute__((visibility("default")))
 #endif
 
-#define CO_ABI_VERSION 9
+#define CO_ABI_VERSION 10
 
 typedef enum {
     CO_OK = 0,
@@ -136,6 +136,11 @@ CO_API int32_t co_decompress(const co_average *y, float *out, const co_exec *exe
 
 /* out <- z. */
 CO_API int32_t co_combine(const co_combination *z, float *out, int64_t numel, const co_exec *exec);
+
+/* out <- (((r0 + r1) + r2) + ...) * factor, of `count` >= 1 rows of numel elements of a co_dtype, one after another; each
+ * operation is rounded to float32. */
+CO_API int32_t co_sum_rows(const void *rows, int32_t dtype, int64_t count, float *out, int64_t numel, float factor,
+                           const co_exec *exec);
 
 /* ---- messages of b-bit integers ---------------------------------------------------------------------------------- */
 

@@ -250,6 +250,18 @@ int32_t co_combine(const co_combination *z, float *out, int64_t numel, const co_
     return kernels().combine(z, out, numel, exec);
 }
 
+int32_t co_sum_rows(const void *rows, int32_t dtype, int64_t count, float *out, int64_t numel, float factor,
+                    const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_numel(__func__, numel));
+    CO_CHECK(known_dtype(dtype), "%s: the rows have dtype %d; known are 0 to 2", __func__, dtype);
+    CO_CHECK(count >= 1, "%s: count must be >= 1, got %lld", __func__, static_cast<long long>(count));
+    if (numel == 0) return CO_OK;
+    CO_NOT_NULL(rows);
+    CO_NOT_NULL(out);
+    return kernels().sum_rows(rows, dtype, count, out, numel, factor, exec);
+}
+
 int32_t co_compress_integers(const co_combination *z, const co_errors *error, const co_errors *new_error,
                              uint8_t *messages, int64_t numel, int32_t bits, int32_t world_size, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));

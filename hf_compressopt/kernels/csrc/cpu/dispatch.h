@@ -12,6 +12,7 @@ struct Kernels {
     decltype(&co_average_compress) average_compress;
     decltype(&co_decompress) decompress;
     decltype(&co_combine) combine;
+    decltype(&co_sum_rows) sum_rows;
     decltype(&co_apply_adam) apply_adam;
     decltype(&co_local_step) local_step;
     decltype(&co_sync_parameters) sync_parameters;

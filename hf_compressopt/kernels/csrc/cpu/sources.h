@@ -269,6 +269,39 @@ int32_t combine(const co_combination *z, float *out, int64_t numel, const co_exe
     return CO_OK;
 }
 
+template <class T>
+void sum_rows(const T *rows, int64_t count, float *out, int64_t numel, float factor, const co_exec *exec) {
+    parallel_tiles(exec, numel * (4 + count * static_cast<int64_t>(sizeof(T))), numel, [&](int64_t begin, int64_t end) {
+        alignas(64) float sums[kTile];
+        float *total = sums;
+        int64_t n = end - begin;
+        for (int64_t k = 0; k < count; ++k) { /* a row after another: so many streams would escape prefetching */
+            const T *row = rows + k * numel + begin;
+            if (k == 0) {
+                each_vector(n, [=](int64_t i, auto lanes) { lanes.put(total + i, lanes.get(row + i)); });
+            } else {
+                each_vector(n, [=](int64_t i, auto lanes) { lanes.put(total + i, lanes.get(total + i) + lanes.get(row + i)); });
+            }
+        }
+        float *to = out + begin;
+        Vec f = set1(factor);
+        if (factor == 1.0f) {
+            each_vector(n, [=](int64_t i, auto lanes) { lanes.put(to + i, lanes.get(total + i)); });
+        } else {
+            each_vector(n, [=](int64_t i, auto lanes) { lanes.put(to + i, lanes.get(total + i) * f); });
+        }
+    });
+}
+
+int32_t sum_rows(const void *rows, int32_t dtype, int64_t count, float *out, int64_t numel, float factor,
+                 const co_exec *exec) {
+    with_dtype(dtype, [&](auto type) {
+        using T = typename decltype(type)::type;
+        sum_rows(static_cast<const T *>(rows), count, out, numel, factor, exec);
+    });
+    return CO_OK;
+}
+
 int32_t copy(const float *in, float *out, int64_t numel, const co_exec *exec) {
     parallel_tiles(exec, 8 * numel, numel,
                    [&](int64_t begin, int64_t end) { stream_copy(out + begin, in + begin, end - begin); });

@@ -53,6 +53,35 @@ struct Combine {
     }
 };
 
+// The sum in the order of the rows, of which a few are asked for ahead.
+struct SumRows {
+    const char* rows;
+    int dtype;
+    int64_t count, nbytes;  // rows, and bytes of a row
+    Real factor;
+    float* out;
+
+    __device__ void operator()(const Run&, int64_t i, Span span) const {
+        constexpr int kAhead = 4;
+        Quad total = {};
+        for (int64_t k = 0; k < count; k += kAhead) {
+            RawQuad raw[kAhead];
+#pragma unroll
+            for (int a = 0; a < kAhead; ++a) {
+                const int64_t row = k + a < count ? k + a : k;  // no branch: a row is asked for twice
+                raw[a] = load(rows + row * nbytes, dtype, i, span);
+            }
+#pragma unroll
+            for (int a = 0; a < kAhead; ++a) {
+                if (k + a >= count) continue;
+                const Quad value = widened(raw[a], dtype);
+                total = k + a == 0 ? value : total + value;  // of -0 too
+            }
+        }
+        store(out + i, factor.value == 1.0f ? total : total * factor, span);
+    }
+};
+
 template <class Variance>
 struct ApplyAdam {
     Average y;
@@ -228,6 +257,19 @@ int32_t co_combine(const co_combination* z, float* out, int64_t numel, const co_
     if (numel == 0) return CO_OK;
     CO_REQUIRE(out, "out is null");
     return combine(*z, out, numel, false, Place(*exec));
+}
+
+int32_t co_sum_rows(const void* rows, int32_t dtype, int64_t count, float* out, int64_t numel, float factor,
+                    const co_exec* exec) {
+    CO_REQUIRE(exec, "exec is null");
+    CO_REQUIRE(numel >= 0, "numel < 0");
+    CO_REQUIRE(count >= 1, "count < 1");
+    CO_REQUIRE(dtype >= CO_FLOAT32 && dtype <= CO_FLOAT16, "the dtype of rows is none of co_dtype");
+    if (numel == 0) return CO_OK;
+    CO_REQUIRE(rows && out, "rows or out is null");
+    const int64_t nbytes = numel * (dtype == CO_FLOAT32 ? 4 : 2);
+    return run(SumRows{static_cast<const char*>(rows), dtype, count, nbytes, factor, out}, RunsOf(nullptr, nullptr, numel),
+               0, Place(*exec));
 }
 
 int32_t co_apply_adam(const co_average* y, float* exp_avg, const co_variance* exp_avg_sq, const co_segment* params,
