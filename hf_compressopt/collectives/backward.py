@@ -38,6 +38,7 @@ _NESTED = BackwardCFunction.apply.__code__  # the frame in which an autograd fun
 class Sender(Protocol):
     """An object that sends the gradients of passes. All ranks call its methods in one order, but for ``take``."""
 
+    def follow(self) -> None: ...  # the parameters, to the devices to which a model was moved
     def begin_pass(self) -> bool: ...  # whether buckets are sent in the pass; alike on all ranks
     def take(self, number: int) -> bool: ...  # the gradient of a parameter; False leaves it for later
     def send(self, index: int) -> None: ...  # a bucket
@@ -193,6 +194,7 @@ class BackwardPasses:
         self.flush()
         if not self._met_in_step:
             self._met_in_step = True
+            self._owner().follow()
             self.passes.compare(self._communicator, in_step=True)
 
     def end_step(self) -> None:
@@ -212,6 +214,7 @@ class BackwardPasses:
 
     def _begin(self) -> None:
         self._met_in_step = False
+        self._owner().follow()
         self.passes.begin()
         self.passes.post(self._communicator)
         try:

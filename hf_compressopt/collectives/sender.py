@@ -114,7 +114,7 @@ class StepPasses:
             self._posted = _Posted(ranks, fetch_later(found), mine)
             return
         self._posted = None
-        most, least = found.view(2, -1).tolist()
+        most, least = found.cpu().numpy().reshape(2, -1).tolist()  # of host memory: no wait for a device
         if all(high == -low for high, low in zip(most, least, strict=True)):
             return
         self.count = self.held = 0  # the ranks begin anew, if somebody goes on after the error

@@ -434,6 +434,9 @@ class FreedGradients(EarlyMessages):
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
+    def follow(self) -> None:
+        self._follow()
+
     def begin_pass(self) -> bool:
         """Begin a pass, and return whether its gradients are sent; alike on all ranks.
 

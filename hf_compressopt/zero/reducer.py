@@ -274,6 +274,9 @@ class GradientReducer:
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
+    def follow(self) -> None:
+        self.follow_parameters()
+
     def begin_pass(self) -> bool:
         self.follow_parameters()
         self.check_layout()
