@@ -15,6 +15,7 @@ optimizer comes that has other parameters beside those that are answered for.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -97,9 +98,10 @@ class StepPasses:
         if not wide:
             return
         numbers = [float(self.count), float(self.held), float(in_step), float(self.members)]
-        message = numbers_on(wide[0].reached().device, [*numbers, *(-number for number in numbers)])
+        here, device = array("f", [*numbers, *(-number for number in numbers)]), wide[0].reached().device
+        message = torch.frombuffer(here, dtype=torch.float32) if reads_at_once(device) else numbers_on(device, here)
         arrive = partial(_arrived, _largest(wide[0], message), wide[1:], message)
-        self._posted = _Posted(wide, arrive, doing or self._describe(in_step))
+        self._posted = _Posted(wide, arrive, here, doing or self._describe(in_step))
 
     def check(self, *, now: bool = True) -> None:
         """Raise an error on all ranks if they differ in what was posted.
@@ -108,13 +110,15 @@ class StepPasses:
         """
         if self._posted is None:
             return
-        ranks, arrive, mine = self._posted
+        ranks, arrive, here, mine = self._posted
         found = arrive()
-        if not now and not reads_at_once(found.device):
-            self._posted = _Posted(ranks, fetch_later(found), mine)
+        shared = found.data_ptr() == here.buffer_info()[0]  # in host memory, where nothing is awaited
+        if not now and not shared and not reads_at_once(found.device):
+            self._posted = _Posted(ranks, fetch_later(found), here, mine)
             return
         self._posted = None
-        most, least = found.cpu().numpy().reshape(2, -1).tolist()  # of host memory: no wait for a device
+        largest = list(here) if shared else found.tolist()
+        most, least = largest[: len(largest) // 2], largest[len(largest) // 2 :]
         if all(high == -low for high, low in zip(most, least, strict=True)):
             return
         self.count = self.held = 0  # the ranks begin anew, if somebody goes on after the error
@@ -154,6 +158,7 @@ class _Posted(NamedTuple):
 
     ranks: Sequence[Communicator]
     arrive: Callable[[], Tensor]  # returns the largest numbers of all ranks
+    here: array[float]  # this rank's numbers; in their place the largest ones, if messages lie in host memory
     mine: str  # what this rank does, in words
 
 
