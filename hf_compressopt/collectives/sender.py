@@ -372,7 +372,8 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if not records and not _PLAIN:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if getattr(optimizer, "sends_gradients", False) or kwargs.get("grads") is not None:  # in this step
+    given = kwargs.get("grads", args[2] if len(args) > 2 else None)  # step(closure, grads) of a compressed optimizer
+    if getattr(optimizer, "sends_gradients", False) or given is not None:  # in this step
         note_sent(params)
         _end_step(records, params)
         return
