@@ -44,7 +44,7 @@ from _common import REPOSITORY, parser_of
 
 #: Parts that run side by side, the most seconds for them on a GPU, and in a rehearsal the most of all its time.
 PLAN: list[tuple[tuple[str, ...], float, float]] = [
-    (("A",), 60, 0.25),  # torch is read from the disk for the first time
+    (("A",), 60, 0.4),  # torch is read from the disk for the first time
     (("B",), 120, 0.25),
     (("C", "C nccl", "C training"), 130, 0.55),
     (("D",), 130, 0.25),

@@ -64,7 +64,7 @@ TABLE: list[tuple[str, str, dict[str, Any], bool]] = [
     ("min_coeff", LAMB, {"min_coeff": 5.0}, True),
     ("trust_ratio", LAMB, FROZEN, True),
     ("coeff_beta", LAMB, {"coeff_beta": 0.5}, True),
-    ("factor_max", LAMB, FROZEN | {"factor_max": 1.0, "factor_min": 1.0}, True),
+    ("factor_max", LAMB, FROZEN | {"factor_max": 0.9, "factor_min": 0.9}, True),
     ("factor_min", LAMB, FROZEN | {"factor_min": 1.5}, True),
     ("factor_threshold", LAMB, FROZEN | {"factor_threshold": 0.0001}, True),
 ]
