@@ -138,7 +138,8 @@ class GradientCompression:
         devices = {param.device for param in self.params}
         if len(devices) > 1:
             raise ValueError(f"all parameters must be on one device, got {sorted(map(str, devices))}")
-        self.traffic, self.steps, self._steps_not_finite = Traffic(), 0, 0
+        self.traffic = Traffic()
+        self.steps = self._steps_not_finite = 0
         #: A step that was exchanged, and whether its gradients were not finite, on its way from a device.
         self._fault: tuple[int, Callable[[], Tensor]] | None = None
         self._ranks_asked_for = communicator, process_group, wanted

@@ -208,14 +208,14 @@ class FlatState(State):
         groups = self._checked_groups(header)
         optimizer = self._optimizer
         if not header.compressed:
-            if len(optimizer.moments) == 1:
+            if not optimizer.has_variance:
                 raise ValueError(f"it is of {header.title}, and {type(optimizer).__name__} has no variance")
             return self._plan_plain(names, groups, entries)
         optimizer._before_load()
         found = {TensorKey.parse(name): entry for name, entry in entries.items()}
         tensors = {key.owner: _room(entry) for key, entry in found.items() if key.kind == _OPTIMIZER}
         schedule = type(optimizer.schedule).of(header.values["schedule"])
-        check_tensors(tensors, schedule, has_variance=len(optimizer.moments) > 1)
+        check_tensors(tensors, schedule, has_variance=optimizer.has_variance)
         frozen, at = schedule.plan(header.values["step"] + 1).stage.number > 0, self.communicator.rank
         buffers = [GroupBuffers.room(state, header, entries, at, frozen=frozen) for state in optimizer._states]
 

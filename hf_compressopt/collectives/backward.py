@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import Order
-from hf_compressopt.collectives.sender import StepPasses
+from hf_compressopt.collectives.passes import StepPasses
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator, Traffic
 from hf_compressopt.collectives.exchange import BucketErrors, Order, Pipeline, Task, all_reduce, in_runs
 from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members
-from hf_compressopt.collectives.sender import StepPasses, forget_plain_passes, note_sent, passes_of, size_of
+from hf_compressopt.collectives.passes import StepPasses
+from hf_compressopt.collectives.sender import forget_plain_passes, note_sent, passes_of, size_of
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment
@@ -375,7 +376,7 @@ def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
 
 
 class AveragedForms(Protocol):
-    """How an optimizer's averaged gradients travel."""
+    """The form in which an optimizer's averaged gradients travel."""
 
     bits: int
 
@@ -388,7 +389,7 @@ class AveragedForms(Protocol):
 
 
 class EarlyForms(Protocol):
-    """What an optimizer sends of local gradients during backward."""
+    """The messages that an optimizer sends of local gradients during backward."""
 
     leave_in_backward: bool  # a hook sends them, after the ranks have compared their passes
 

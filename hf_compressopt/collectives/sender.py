@@ -8,27 +8,25 @@ name, on all ranks that have it, before anything moves: a forward that goes arou
 that became trainable later, a module that nobody wrapped, a hook that is not called any more.
 
 A gradient that waits is no error by itself: inside ``no_sync`` all of them do, and those that ``zero_grad()`` throws
-away never come to a step. A parameter without a gradient is none either. No rank asks another one, but once, when an
-optimizer comes that has other parameters beside those that are answered for.
+away never come to a step. A parameter without a gradient is no error either. Whether a gradient waits each rank knows
+alone. By messages the ranks compare two things: once, the parameters that an optimizer has beside those that are
+answered for, and in each pass or step how many passes there were (:mod:`~hf_compressopt.collectives.passes`).
 """
 
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 from weakref import WeakSet, finalize, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.kernels.memory import fetch_later, numbers_on, reads_at_once
+from hf_compressopt.collectives.passes import StepPasses
 
 _RECORDS: WeakSet[SendRecord] = WeakSet()
 _steps_are_watched = False
@@ -42,138 +40,6 @@ _WHY = (
     "parameters were made trainable; have the last backward of a step outside no_sync; or average such gradients after "
     "backward by hf_compressopt.average_gradients(parameters)"
 )
-
-
-class StepPasses:
-    """The backward passes since the last step that send gradients: all ranks run as many, or all raise an error.
-
-    A rank that runs one more meets the others' next step, or their next pass: its gradients would get there.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.count = self.before = 0  # since the last step, and up to it since the one before
-        self.in_loop: Communicator | None = None  # the ranks of a plain loop, whose next message is that of a pass
-        self.members = 0  # the number of the parameters, once it has changed between passes
-        self.are_known = False  # somebody has counted one
-        self.held = 0  # those of them whose gradients were not thrown away since
-        self._posted: _Posted | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return everything but a message under way."""
-        return self.__dict__ | {"_posted": None, "in_loop": None}
-
-    def begin(self) -> None:
-        """Count a pass."""
-        self.are_known = True
-        self.count += 1
-        self.held += 1
-
-    def note_members(self, number: int) -> None:
-        """Note the number of the parameters, if there were passes: before the first one other messages compare it."""
-        if self.are_known:
-            self.members = number
-
-    def forget(self) -> None:
-        """Begin anew after another error of all ranks."""
-        self._posted = None
-        self.count = self.held = 0
-
-    def drop(self) -> None:
-        """Note that what the passes have sent was thrown away."""
-        self.held = 0
-
-    def end_step(self) -> None:
-        if self.count:
-            self.before = self.count
-        self.count = self.held = 0
-
-    def post(self, *communicators: Communicator, in_step: bool = False, doing: str = "") -> None:
-        """Start comparing the passes with those of the other ranks, by a message that is the same in a step.
-
-        Several communicators reach all ranks one after another, as those of a mesh's dimensions do.
-        """
-        self.check()  # what the host has not waited for
-        wide = [each for each in dict.fromkeys(communicators) if each.world_size > 1]
-        if not wide:
-            return
-        numbers = [float(self.count), float(self.held), float(in_step), float(self.members)]
-        here, device = array("f", [*numbers, *(-number for number in numbers)]), wide[0].reached().device
-        message = torch.frombuffer(here, dtype=torch.float32) if reads_at_once(device) else numbers_on(device, here)
-        arrive = partial(_arrived, _largest(wide[0], message), wide[1:], message)
-        self._posted = _Posted(wide, arrive, here, doing or self._describe(in_step))
-
-    def check(self, *, now: bool = True) -> None:
-        """Raise an error on all ranks if they differ in what was posted.
-
-        Unless ``now``, the host does not wait for a GPU, and the next call raises.
-        """
-        if self._posted is None:
-            return
-        ranks, arrive, here, mine = self._posted
-        found = arrive()
-        shared = found.data_ptr() == here.buffer_info()[0]  # in host memory, where nothing is awaited
-        if not now and not shared and not reads_at_once(found.device):
-            self._posted = _Posted(ranks, fetch_later(found), here, mine)
-            return
-        self._posted = None
-        largest = list(here) if shared else found.tolist()
-        most, least = largest[: len(largest) // 2], largest[len(largest) // 2 :]
-        if all(high == -low for high, low in zip(most, least, strict=True)):
-            return
-        self.count = self.held = 0  # the ranks begin anew, if somebody goes on after the error
-        everyone = [f"rank {dist.get_rank() if len(ranks) > 1 else ranks[0].rank} {mine}"]
-        for communicator in ranks:
-            everyone = [each for found in communicator.all_gather_object(everyone) for each in found]
-        raise RuntimeError(
-            "the ranks have different numbers of backward passes in a step, of parameters, or of gradients to send, or "
-            f"not all have thrown gradients away ({self.name}): {'; '.join(sorted(everyone))}. Give all ranks as many "
-            "batches and micro-batches (drop_last=True), run all passes but the last one of a step inside no_sync(), "
-            "and call zero_grad() and add_param_group() on all ranks or on none"
-        )
-
-    def compare(self, *communicators: Communicator, in_step: bool = False) -> None:
-        """Raise an error on all ranks if they differ in their passes. All ranks call."""
-        self.post(*communicators, in_step=in_step)
-        self.check()
-
-    def tell(self, doing: str) -> None:
-        """Raise an error on all ranks of a plain loop, if the others do not what this rank does, which may not."""
-        if self.in_loop is not None:
-            self.post(self.in_loop, in_step=True, doing=doing)
-            self.check()
-
-    def _describe(self, in_step: bool) -> str:
-        dropped = f", {self.count - self.held} of them thrown away by zero_grad()" if self.held != self.count else ""
-        if in_step:
-            of = f" of {self.members} parameters" if self.members else ""
-            return f"takes a step after {self.count} pass{'es' * (self.count != 1)}{of}{dropped}"
-        before = f" of {self.members} parameters" if self.members else ""
-        before += f" ({self.before} in the step before)" if self.before else ""
-        return f"is in pass {self.count}{before}{dropped}"
-
-
-class _Posted(NamedTuple):
-    """A message of :class:`StepPasses` that is under way."""
-
-    ranks: Sequence[Communicator]
-    arrive: Callable[[], Tensor]  # returns the largest numbers of all ranks
-    here: array[float]  # this rank's numbers; in their place the largest ones, if messages lie in host memory
-    mine: str  # what this rank does, in words
-
-
-def _largest(communicator: Communicator, message: Tensor) -> Callable[[], object]:
-    """Start taking the largest numbers of all ranks, and return what awaits them."""
-    with communicator.traffic.paused():  # as checks are no part of the training's traffic
-        return communicator.all_reduce(message, op="max").wait
-
-
-def _arrived(wait: Callable[[], object], others: Sequence[Communicator], message: Tensor) -> Tensor:
-    """Await a message, and take it to the ranks of the other communicators too."""
-    wait()
-    for each in others:
-        _largest(each, message)()
-    return message
 
 
 class SendRecord:

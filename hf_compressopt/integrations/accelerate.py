@@ -276,7 +276,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             for model in map(without_compile, self._models):
                 optimizer.label_parameters(model.named_parameters())
         state.checked = False
-        if optimizers and self.num_processes == 1:
+        is_asked_for = state.grad_compression != "none" or any(map(saves_shards, optimizers))
+        if optimizers and is_asked_for and self.num_processes == 1:
             _refuse_processes_apart()
         if state.grad_compression != "none" and self.num_processes == 1 and optimizers:
             message = (

@@ -28,7 +28,8 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator
-from hf_compressopt.collectives.sender import StepPasses, listed, size_of, sizes_differ
+from hf_compressopt.collectives.passes import StepPasses
+from hf_compressopt.collectives.sender import listed, size_of, sizes_differ
 from hf_compressopt.kernels import SKETCH_NUMEL, Segment, sum_of_squares
 from hf_compressopt.kernels.memory import holds_values, in_memory, numbers_on
 from hf_compressopt.optim.group import GroupState, by_communicator, has_own_groups
@@ -172,8 +173,8 @@ class MeanNorm:
         return averaged + mean
 
 
-class SentGradients(Protocol):
-    """Gradients that were sent and freed during backward, of which a step knows means or sketches."""
+class FreedNorm(Protocol):
+    """The norm of gradients that were sent and freed during backward, of which a step has means or sketches."""
 
     @property
     def is_exact(self) -> bool: ...  # whether the norm of the mean gradient is known from means
@@ -221,7 +222,7 @@ class StepGradients:
     ask: bool  # whether the ranks must agree on the norm, since some gradients are each rank's own
     others: Sequence[Tensor] = ()  # parameters without state, which belong to all ranks
     left: frozenset[int] = frozenset()  # ids of gradients that are in messages already: they are not clipped
-    freed: SentGradients | None = None  # sent and freed gradients, beside those of the groups
+    freed: FreedNorm | None = None  # sent and freed gradients, beside those of the groups
     # the squared norm of averaged gradients, of local ones the mean over ranks of their squared norms: alike on all
     # ranks, and not finite if an element is not, or is too large for its square; [] float64 until the host reads it
     square: float | Tensor = math.nan

@@ -20,7 +20,7 @@ from hf_compressopt.collectives.backward import take_over, watch_clipping
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce, in_runs, run_tasks
 from hf_compressopt.collectives.gradients import average_group
-from hf_compressopt.collectives.sender import StepPasses
+from hf_compressopt.collectives.passes import StepPasses
 from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
 from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
@@ -107,8 +107,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
     schedule_class: type[Schedule] = Schedule
     #: Options of the schedule beyond those that all have; None where they are not given.
     _intervals: Mapping[str, int | None] = {}
-    #: The moments: the momentum, and for :class:`~hf_compressopt.optim.compressed_adam.CompressedAdam` a variance.
-    moments: tuple[str, ...] = ("exp_avg",)
+    #: Whether there is a variance beside the momentum.
+    has_variance: ClassVar[bool] = False
     #: State tensors beyond the moments.
     extra_state: tuple[ExtraState, ...] = ()
     #: For a stage, the state tensors that are each rank's own beside the errors; "param" stands for the parameters.
@@ -176,7 +176,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if clip not in self._clips:
             only = ", which only OnebitAdam has" if clip == "late" else ""
             raise ValueError(f"clip must be one of {list(self._clips)}, got {clip!r}{only}")
-        self.warmup_bits, self.compact, self._clip = warmup_bits, state == "compact", clip
+        self.warmup_bits = warmup_bits
+        self.compact = state == "compact"
+        self._clip = clip
         self._check_options()
         communicator = options.resolve_communicator(communicator, comm_backend_name, cuda_aware)
         check_warmup_bits(warmup_bits, communicator)
@@ -231,7 +233,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError("abstract")
 
     def _compressed(self, step: BucketStep) -> Exchange:
-        """Take the compressed step of one bucket: yield what this rank sends, once, and go on with the average."""
+        """Take the compressed step of one bucket: yield its message, and update the parameters by the average."""
         raise NotImplementedError("abstract")
 
     def _share_of_gradient(self, state: GroupState) -> float:
@@ -310,7 +312,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """
         if self._met or self.communicator.world_size == 1 or not self.passes.are_known:
             return
-        plan, before, early = self.plan, self.last_plan, self.early_messages
+        plan, before = self.plan, self.last_plan
+        early = self.early_messages
         is_first = self._step > 0 and before.reduce_grads and not plan.reduce_grads
         if is_first or (early.leave_in_backward and early.due(plan, before)):
             self._met = True
@@ -379,20 +382,24 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _step_of_buckets(self, run: Sequence[BucketStep]) -> Task[None]:
         """Take the compressed step of a run of buckets: make the messages, exchange them, update the parameters."""
-        averages = [self._take_early(step) for step in run]
-        exchanges = [self._compressed(step) for step in run]
-        messages = [next(exchange) for exchange in exchanges]
-        late = [number for number, average in enumerate(averages) if average is None]
-        if late:  # whose messages were not sent during backward
-            zs, errors = [messages[number] for number in late], [run[number].errors for number in late]
-            del messages
-            first = run[0].state
-            task = all_reduce(zs, errors, first.form_of(run[0].bucket), first.communicator)
-            del zs
-            for number, found in zip(late, (yield from task), strict=True):
-                averages[number] = found
-        for step, exchange, average in zip(run, exchanges, averages, strict=True):
-            assert average is not None
+        waiting: list[tuple[BucketStep, Exchange]] = []
+        messages: list[Combination] = []
+        for step in run:
+            average = self._take_early(step)
+            exchange = self._compressed(step)
+            message = next(exchange)
+            if average is None:
+                waiting.append((step, exchange))
+                messages.append(message)
+            else:  # whose message was sent during backward
+                finish(exchange, step.state.masked(step.bucket, average))
+        if not waiting:
+            return
+        first, _ = waiting[0]
+        errors = [step.errors for step, _ in waiting]
+        task = all_reduce(messages, errors, first.state.form_of(first.bucket), first.state.communicator)
+        del messages, message  # gradients may be freed while their messages travel
+        for (step, exchange), average in zip(waiting, (yield from task), strict=True):
             finish(exchange, step.state.masked(step.bucket, average))
 
     def _take_early(self, step: BucketStep) -> Average | None:
@@ -407,7 +414,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _message_of(
         self, plan: StepPlan, state: GroupState, bucket: Bucket, errors: BucketErrors, grads: Sequence[Tensor | None]
     ) -> Combination:
-        """Return what this rank sends of a bucket during backward; the step goes on with its average."""
+        """Return the message of a bucket that leaves during backward; step() takes its average."""
         exchange = self._compressed(BucketStep(plan, state, bucket, errors, grads))
         message = next(exchange)
         exchange.close()
@@ -425,7 +432,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         told = "with one rank nothing is sent, and so nothing is compressed"
         if self.communicator.world_size > 1:
             told = f"from here on gradients stay local, {sent} is sent as signs, and a reported grad_norm is {norm}"
-        frozen = ", the variance is frozen" if len(self.moments) > 1 else ""
+        frozen = ", the variance is frozen" if self.has_variance else ""
         self._log(logging.INFO, "step %d: the %s stage ends%s; %s", plan.step, plan.stage.value, frozen, told)
 
     def _clip_of_errors(self) -> float:
@@ -689,7 +696,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self.scale_block,
             self.compact,
             shares_moments=self.zero_stage > 0,
-            has_variance=len(self.moments) > 1,
+            has_variance=self.has_variance,
             extra_state=self.extra_state,
         )
         state = GroupState(len(self._states), group, form, ranks, None if own is None else self.communicator.rank)

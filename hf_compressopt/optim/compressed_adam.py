@@ -21,7 +21,7 @@ from hf_compressopt.weak import WeakCall
 
 
 class CompressedAdam(CompressedOptimizer):
-    """What :class:`OnebitAdam`, :class:`ZeroOneAdam` and :class:`OnebitLamb` share: Adam's moments and their freezing.
+    """The base of :class:`OnebitAdam`, :class:`ZeroOneAdam`, :class:`OnebitLamb`: Adam's moments, and their freezing.
 
     With ``freeze_step="auto"`` the variance decides when the warmup stage ends (1-bit Adam, arXiv 2102.02888, section
     4.3; :func:`~hf_compressopt.schedules.variance_stability`), at the latest at ``max_freeze_step``, on all ranks.
@@ -49,7 +49,7 @@ class CompressedAdam(CompressedOptimizer):
         TypeError: For parameters that no option can make work.
     """
 
-    moments = ("exp_avg", "exp_avg_sq")
+    has_variance = True
 
     def __init__(
         self,
@@ -131,7 +131,8 @@ class CompressedAdam(CompressedOptimizer):
 
     def _ends_warmup_stage(self, plan: StepPlan) -> bool:
         """Return whether the step that was taken by this plan is the last one of the warmup stage."""
-        schedule, threshold, step = self.schedule, self.freeze_threshold, plan.step
+        schedule, step = self.schedule, plan.step
+        threshold = self.freeze_threshold
         if plan.stage.number:
             return False
         warmup_is_over = self._follow_lr_warmup(step)

@@ -129,7 +129,8 @@ class Moments:
     def __init__(
         self, layout: FlatLayout, device: torch.device, shards: MomentShards | None = None, *, has_variance: bool = True
     ) -> None:
-        self._layout, self.shards, self.has_variance = layout, shards, has_variance
+        self._layout, self.shards = layout, shards
+        self.has_variance = has_variance
         numel = layout.numel if shards is None else 0
         self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
         self.exp_avg_sq = torch.zeros(numel if has_variance else 0, dtype=torch.float32, device=device)
@@ -361,7 +362,7 @@ class ExtraState:
 
 @dataclass(frozen=True)
 class GroupForm:
-    """What an optimizer's param groups have in common: how buckets are cut, what state there is, and in which form."""
+    """The cut of buckets, the state and its form that all param groups of an optimizer have."""
 
     bucket_numel: int
     scale_block: int | None
@@ -400,8 +401,8 @@ class GroupState:
         self.form = SignFormat(form.scale_block)
         together = compressed and own_rank is None and communicator.world_size > 1
         self.shared_out = form.shares_moments and together
-        has_variance = form.has_variance
-        self.moments = Moments(self.layout, device, self.room_for_shards(device), has_variance=has_variance)
+        shards = self.room_for_shards(device)
+        self.moments = Moments(self.layout, device, shards, has_variance=form.has_variance)
         layout = self.layout.in_messages
         self.errors = ErrorFeedback(layout, communicator, device, compact=self.compact, used=compressed)
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")  # that each parameter has seen

@@ -243,7 +243,7 @@ class OnebitLambSchedule(Schedule):
 
 @dataclass
 class _Shared:
-    """What the buckets of a param group share in a compressed step: see :func:`kernels.lamb_moments_`."""
+    """Hyperparameters and sums of a param group in a compressed step: see :func:`kernels.lamb_moments_`."""
 
     options: LambOptions
     sums: Tensor  # [parameters, 3] float64
@@ -389,7 +389,8 @@ class OnebitLamb(CompressedAdam):
 
     def _end_group(self, plan: StepPlan, state: GroupState, shared: _Shared) -> None:
         """Move the tensors of a group, with coefficients that are computed for all of them at once."""
-        layout, options, sums = state.layout, shared.options, shared.sums
+        layout = state.layout
+        options, sums = shared.options, shared.sums
         if not layout.numel:
             return
         moving = [i for i, p in enumerate(state.params) if layout.numels[i] and p.requires_grad]

@@ -172,7 +172,8 @@ class EarlyMessages:
     always = False  # whether the messages of every step are, so that a step without clipping says so
 
     def __init__(self, enabled: bool, groups: ParamGroups, tensors: dict[str, Tensor], message_of: MessageOf) -> None:
-        self.enabled, self._tensors, self._message_of = enabled, tensors, message_of
+        self.enabled, self._tensors = enabled, tensors
+        self._message_of = message_of
         self._states, self._communicator, self._follow = groups
         self.agreed = True  # the ranks have agreed on the messages that count, or there are none
         self._arrived: dict[Key, Early | None] = {}  # those that count; None while one is on its way

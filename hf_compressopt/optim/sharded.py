@@ -393,12 +393,13 @@ class FreedGradients(EarlyMessages):
         if self._passes is None or len(self._params) != len(params):
             numbers = {param: number for number, param in enumerate(params)}
             members = [{numbers[param] for param in bucket.members()} for bucket in self._make_buckets()]
-            before = self._passes
-            if before is not None:
+            before, name = self._passes, "compressed optimizer (zero_stage=2)"
+            if before is None:
+                self._passes = BackwardPasses(self, name, self._communicator)
+            else:
                 before.require_attached()
                 before.detach()
-            self._passes = BackwardPasses(self, "compressed optimizer (zero_stage=2)", self._communicator)
-            if before is not None:
+                self._passes = BackwardPasses(self, name, self._communicator)
                 self._passes.passes = before.passes
             self._passes.add(params, members)
             self._params, self._members = params, members

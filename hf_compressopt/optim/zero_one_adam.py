@@ -246,7 +246,7 @@ def _average_(tensor: Tensor, state: GroupState) -> None:
 
 @dataclass
 class _Shared:
-    """What the buckets of a param group share in a compressed step."""
+    """Numbers of a param group that its buckets need in a compressed step."""
 
     descent: Descent
     corrections: Tensor | None = None  # in the variance stage; see AdamUpdate

@@ -91,10 +91,10 @@ class Buckets:
         momentum = FLOAT_BYTES * self.params
         if optimizer_class.momentum_is_message and several:
             momentum = self.messages
-        count = len(optimizer_class.moments)
+        count = 1 + optimizer_class.has_variance
         moments, shard = (FLOAT_BYTES * count * numel for numel in (self.params, self.own_elements))
         float_errors = FLOAT_BYTES * (-(-self.params // self.node_size) + -(-self.params // self.world_size)) * several
-        variance = self.params * (count > 1)  # a byte per element
+        variance = self.params * optimizer_class.has_variance  # a byte per element
         then = own + momentum + variance + self.errors
         found = {FLOAT32: own + moments + float_errors, COMPACT_FIRST: own + moments + self.errors, COMPACT_THEN: then}
         if 1 in optimizer_class.zero_stages and several:

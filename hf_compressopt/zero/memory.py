@@ -6,14 +6,13 @@ import ctypes
 import gc
 import os
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.kernels import CompactErrors
-from hf_compressopt.zero.parameters import PartitionedParameters
+from hf_compressopt.zero.state_dict import Partitioned
 
 
 @dataclass(frozen=True)
@@ -111,13 +110,6 @@ class MemoryReport:
     errors: int  #: What compressed gradients have missed, of the last step and of the coming one.
     resident: int  #: Resident memory of the process.
     device_allocated: int  #: By torch on the accelerator; 0 without one.
-
-
-class Partitioned(Protocol):
-    """A ZeroOptimizer, as what measures its memory sees it."""
-
-    param_groups: list[dict[str, Any]]
-    partition: PartitionedParameters
 
 
 def memory_report(optimizer: Partitioned) -> MemoryReport:

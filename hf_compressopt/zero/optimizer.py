@@ -486,8 +486,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if not part.direct:
                 part.tensor.data = move(part.tensor)
             part.move_state(move)
-        for device in {part.real.device for part in self.partition.parts()} if to_host else ():
-            torch.accelerator.synchronize(device)
+        if to_host:
+            for device in {part.real.device for part in self.partition.parts()}:
+                torch.accelerator.synchronize(device)
         self._states_are_away = to_host
 
     # -- state dict ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ FUNCTIONAL = ("foreach", "fused", "capturable", "differentiable")
 
 
 class Partitioned(HasGroups, Protocol):
-    """A ZeroOptimizer, as what describes and loads its state sees it."""
+    """A ZeroOptimizer, as its state dicts and the report of its memory see it."""
 
     optimizer_class: type[torch.optim.Optimizer]
     config: ZeroConfig
