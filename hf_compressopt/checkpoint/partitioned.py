@@ -309,7 +309,7 @@ class PartitionedState(State):
 
         def commit() -> None:
             for gradients, before, values in loaded:
-                gradients.pending = None
+                gradients.drop_errors()
                 keep_(before, values.to(before.device))
             for (part, row), tensor in staged:
                 key, local = tensor.key, tensor.local

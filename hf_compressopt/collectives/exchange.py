@@ -48,7 +48,7 @@ from hf_compressopt.kernels import (
     MessageFormat,
     reference,
 )
-from hf_compressopt.kernels.compact import like_errors, tensor_of
+from hf_compressopt.kernels.compact import tensor_of
 
 _Result = TypeVar("_Result")
 _Bucket = TypeVar("_Bucket")
@@ -183,18 +183,10 @@ class BucketErrors:
     worker: tuple[Errors, ...]
     server: Errors
 
-    def like(self) -> BucketErrors:
-        """Return memory for errors of the same form."""
-        return BucketErrors(tuple(map(like_errors, self.worker)), like_errors(self.server))
-
-    def copy_(self, other: BucketErrors, unless: bool | Tensor = False) -> None:
-        """Take over the errors of another object of the same form, ``unless`` what may be [] bool on their device."""
-        for each in zip((*self.worker, self.server), (*other.worker, other.server), strict=True):
-            mine, theirs = map(tensor_of, each)
-            if isinstance(unless, Tensor):
-                torch.where(unless, mine, theirs, out=mine)
-            elif not unless:
-                mine.copy_(theirs)
+    def copy_(self, other: BucketErrors) -> None:
+        """Take over the errors of another object of the same form."""
+        for mine, theirs in zip((*self.worker, self.server), (*other.worker, other.server), strict=True):
+            tensor_of(mine).copy_(tensor_of(theirs))
 
 
 # -- the compressed exchange ------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakMethod, WeakSet, finalize, ref
@@ -55,11 +56,6 @@ def keep_(error: Errors, values: Tensor) -> None:
         kernels.on(values).compress_(ERROR_FORMAT, nothing, values, error.messages, error.world_size)
 
 
-def scale_(errors: Iterable[Errors], factor: float) -> None:
-    for error in errors:
-        keep_(error, values_of(error) * factor)
-
-
 Place = tuple[int, int, int]  # first and last element of a run of errors, and the number of its parameter
 _Staged = TypeVar("_Staged", bound="StagedErrors")
 
@@ -71,6 +67,7 @@ class StagedErrors(ABC):
     """
 
     _new: Any = None  # memory for new errors, of the same class
+    _reuses_memory = True  # on a CPU
     _are_pending = False  # a pass has written new errors that no step has used yet
     _fault: bool | Tensor = False  # what they were made of is not finite
 
@@ -92,6 +89,12 @@ class StagedErrors(ABC):
     def places(self) -> Iterator[tuple[Errors, list[Place]]]:
         """Yield the errors of each message, and where those of each parameter lie in them."""
 
+    def _written(self) -> Iterator[tuple[Errors, Errors, list[Place]]]:
+        """Yield the errors of each message that a pass writes, the new ones of the same, and their places."""
+        for (mine, places), (new, _) in zip(self.places(), self._new.places(), strict=True):
+            if tensor_of(mine).data_ptr() != tensor_of(new).data_ptr():
+                yield mine, new, places
+
     def begin(self: _Staged, kept: Sequence[bool] = ()) -> tuple[_Staged, _Staged]:
         """Begin a pass, and return the errors that it adds, and those that it writes; they may be the same.
 
@@ -104,7 +107,7 @@ class StagedErrors(ABC):
             self._fault = False
             self._copy_unsent_(self._new)
             return self, self._new
-        self._new.take_(self, [not each for each in kept])
+        self._restore([not each for each in kept])
         return self._new, self._new
 
     def spoil(self, fault: bool | Tensor) -> None:
@@ -125,43 +128,86 @@ class StagedErrors(ABC):
             return
         fault = self._fault
         if isinstance(fault, Tensor):
-            for mine, new in zip(self.buffers(), self._new.buffers(), strict=True):
-                torch.where(fault, mine, new, out=new)
+            for before, after in zip(self.buffers(), self._new.buffers(), strict=True):
+                torch.where(fault, before, after, out=after)
         if not closes:
-            if fault is not True:
-                self.take_(self._new, taken or ())
+            if fault is not True and any(taken or ()):
+                for mine, new, places in self._written():
+                    _copy_chosen_(mine, new, places, taken or ())
             return
         if fault is not True and (taken is None or any(taken)):
-            self._new.take_(self, [not each for each in taken or ()])
+            self._restore([not each for each in taken or ()])
             self.swap_(self._new)
         self.drop()
 
     def drop(self) -> None:
         """Drop the new errors. A GPU, whose memory is scarce, gets theirs back: it has new memory in no time."""
         self._are_pending, self._fault = False, False
-        if any(buffer.device.type != "cpu" for buffer in self.buffers()):
+        if not self._reuses_memory or any(buffer.device.type != "cpu" for buffer in self.buffers()):
             self._new = None
 
-    def take_(self: _Staged, other: _Staged, chosen: Sequence[bool]) -> None:
-        """Copy the errors of the chosen parameters from another object; empty is none."""
-        if not any(chosen):
-            return
-        for (mine, places), (theirs, _) in zip(self.places(), other.places(), strict=True):
-            here = [place for place in places if chosen[place[2]]]
-            if not here:
-                continue
-            if len(here) == len(places):
-                tensor_of(mine).copy_(tensor_of(theirs))
-                continue
-            values, source = values_of(mine), values_of(theirs)
-            for start, stop, _ in here:
-                values[start:stop] = source[start:stop]
-            keep_(mine, values)
+    def rescale(self, factor: float) -> None:
+        """Multiply new errors that no step has used yet: their gradients carried another loss scale than was told."""
+        for _, new, _ in self._written() if self._are_pending else ():
+            keep_(new, values_of(new) * factor)
+
+    def _restore(self, chosen: Sequence[bool]) -> None:
+        """Give the chosen parameters their old errors among the new ones; empty is none."""
+        if any(chosen):
+            for mine, new, places in self._written():
+                _copy_chosen_(new, mine, places, chosen)
 
     @property
     def pending(self: _Staged) -> _Staged | None:
         """The new errors that no step has used yet; None if there are none."""
         return self._new if self._are_pending else None
+
+
+def _copy_chosen_(errors: Errors, source: Errors, places: Sequence[Place], chosen: Sequence[bool]) -> None:
+    """Copy the errors of the chosen parameters from others of the same form."""
+    here = [place for place in places if chosen[place[2]]]
+    if not here:
+        return
+    if len(here) == len(places):
+        tensor_of(errors).copy_(tensor_of(source))
+        return
+    values, others = values_of(errors), values_of(source)
+    for start, stop, _ in here:
+        values[start:stop] = others[start:stop]
+    keep_(errors, values)
+
+
+class MessageErrors(StagedErrors):
+    """The errors in 8 bits of one rank's message, or messages, of a slice of ZeRO. Its memory is not kept for later."""
+
+    _reuses_memory = False
+
+    def __init__(self, errors: CompactErrors, places: Sequence[Place]) -> None:
+        self.errors, self._places = errors, list(places)
+
+    def like(self) -> MessageErrors:
+        return MessageErrors(replace(self.errors, messages=torch.empty_like(self.errors.messages)), self._places)
+
+    def swap_(self, other: MessageErrors) -> None:
+        self.errors, other.errors = other.errors, self.errors
+
+    def buffers(self) -> list[Tensor]:
+        return [self.errors.messages]
+
+    def places(self) -> Iterator[tuple[Errors, list[Place]]]:
+        yield self.errors, self._places
+
+    def to(self, device: torch.device) -> None:
+        """Move the errors, and the new ones, to a device, if they are on another one."""
+        if self.errors.device == device:
+            return
+        for each in (self, self._new) if self._are_pending else (self,):
+            each.errors = replace(each.errors, messages=each.errors.messages.to(device))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the errors, and of new ones that no step has used yet."""
+        return self.errors.messages.nbytes * (1 + self._are_pending)
 
 
 class ErrorFeedback(StagedErrors):
@@ -254,9 +300,22 @@ class ErrorFeedback(StagedErrors):
         return self.__dict__ | {"_new": None, "_are_pending": False, "_fault": False}
 
     def like(self) -> ErrorFeedback:
+        return self._with(torch.empty_like(self.worker), torch.empty_like(self.server))
+
+    def _with(self, worker: Tensor, server: Tensor) -> ErrorFeedback:
         new = copy(self)
-        new._set(torch.empty_like(self.worker), torch.empty_like(self.server))
+        new._set(worker, server)
         return new
+
+    def begin_sending(self) -> tuple[ErrorFeedback, ErrorFeedback]:
+        """Begin a pass that writes worker errors alone: both have the server errors, which the step writes in place."""
+        self._new = self._with(torch.empty_like(self.worker), self.server)
+        return self.begin()
+
+    def drop(self) -> None:
+        super().drop()
+        if self._new is not None and self._new.server is self.server:
+            self._new = None  # the next pass may write server errors
 
     def swap_(self, other: ErrorFeedback) -> None:
         self.worker, other.worker = other.worker, self.worker

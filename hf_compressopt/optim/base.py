@@ -366,6 +366,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         """Take the compressed step of some param groups: several buckets are on their way at the same time."""
+        if self.early_messages.enabled:
+            self.early_messages.commit(states)
         shared = {state.number: self._begin_group(plan, state) for state in states}
         for communicator, together in by_communicator(states):
             steps: list[BucketStep] = []
@@ -406,7 +408,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Return the average of a bucket whose message was sent during backward, and so needs no gradient."""
         if not self.early_messages.enabled:
             return None
-        average = self.early_messages.take_average(step.state, step.bucket, step.errors)
+        average = self.early_messages.take_average(step.state, step.bucket)
         if average is not None:
             step.grads = None
         return average
@@ -815,7 +817,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._consensus.comparison.checked = False
         self._consensus.held_fault = None
         self.early_messages.state_loaded()
-        self.warmup_gradients.commit(taken=False)
+        self.warmup_gradients.state_loaded()
         for state in self._states:
             state.still = [False] * len(state.params)
             if self.plan.stage.number:

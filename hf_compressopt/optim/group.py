@@ -425,9 +425,19 @@ class GroupState:
     @property
     def feedback(self) -> list[BucketErrors]:
         """The errors of each bucket; what travels in full has none."""
+        return self._by_bucket(self.errors)
+
+    @property
+    def new_feedback(self) -> list[BucketErrors]:
+        """The errors of each bucket that a pass writes: new ones, or, where none was begun, the same."""
+        return self._by_bucket(self.errors.pending or self.errors)
+
+    def _by_bucket(self, errors: ErrorFeedback) -> list[BucketErrors]:
         nothing = torch.empty(0, dtype=torch.float32, device=self.device)
-        count = len(self.layout.buckets) - len(self.errors.feedback)
-        return [*self.errors.feedback, *(BucketErrors((nothing,), nothing) for _ in range(count))]
+        return [
+            *errors.feedback,
+            *[BucketErrors((nothing,), nothing)] * (len(self.layout.buckets) - len(errors.feedback)),
+        ]
 
     @property
     def exp_avg(self) -> Tensor:

@@ -6,7 +6,7 @@ The message of a bucket is sent as soon as its gradients are there, and travels 
 
 The norm of g is not known then. So c is the clip coefficient of the last step that was taken, min(1, max_norm / norm).
 A rank whose gradient grows beyond twice the usual one meanwhile clips its further messages as if the norm had grown as
-much. The new errors lie beside the old ones until ``step()``, where all ranks know that the step is taken. There the
+much. The new errors count where ``step()`` commits them: all ranks know then that the step is taken. There the
 messages are awaited, too: the norm is measured while the last ones travel.
 """
 
@@ -92,10 +92,9 @@ def _times(segments: Sequence[Segment], factor: Tensor) -> list[Segment]:
 
 
 class Early(NamedTuple):
-    """A bucket whose messages are back before the step: the compressed mean, and the new errors."""
+    """A bucket whose messages are back before the step."""
 
     average: Average
-    errors: BucketErrors
     finite: Tensor  # [] bool, whether the average is; alike on all ranks
 
 
@@ -107,19 +106,22 @@ class SignBucket(GradientBucket):
     state: GroupState
     number: int  # among the buckets of the group
     messages: EarlyMessages
+    old: BucketErrors
+    new: BucketErrors
 
     @classmethod
     def all_of(cls, state: GroupState, messages: EarlyMessages, owner: int = 0) -> list[SignBucket]:
-        rows = enumerate(state.layout.buckets)
-        return [cls(bucket, state.params, state.communicator, owner, state, i, messages) for i, bucket in rows]
+        """Return the buckets of a group, with its errors, and the new ones of the pass that has begun."""
+        rows = enumerate(zip(state.layout.buckets, state.feedback, state.new_feedback, strict=True))
+        of = state.params, state.communicator, owner, state
+        return [cls(bucket, *of, number, messages, old, new) for number, (bucket, old, new) in rows]
 
     def form(self) -> str:
         return "float32, of signs" if self.bucket.in_full else f"signs, {self.state.form.scale_block} to a scale"
 
     @classmethod
     def average(cls, run: Sequence[SignBucket], grads: Mapping[Tensor, Tensor | None]) -> Task[tuple[None, Any]]:
-        messages, old = run[0].messages, [b.state.feedback[b.number] for b in run]
-        new = [feedback.like() for feedback in old]
+        messages, old, new = run[0].messages, [b.old for b in run], [b.new for b in run]
         zs = [
             messages.message(b.state, b.bucket, errors, [grads.get(param) for param in b.params])
             for b, errors in zip(run, old, strict=True)
@@ -129,9 +131,9 @@ class SignBucket(GradientBucket):
         task = all_reduce(zs, old, run[0].state.form_of(run[0].bucket), run[0].communicator, new)
         del zs, grads  # gradients may be freed while their messages travel
         averages = yield from task
-        for bucket, average, errors in zip(run, averages, new, strict=True):
+        for bucket, average in zip(run, averages, strict=True):
             finite = all_finite(average) if average.values is None else average.values.isfinite().all()
-            messages.keep(bucket.key, Early(average, errors, finite))
+            messages.keep(bucket.key, Early(average, finite))
         return None, lambda dropped: None
 
     @property
@@ -215,6 +217,7 @@ class EarlyMessages:
             if state.compressed and state.own_rank is None and here.issuperset(state.params):
                 self._drop(state)
                 self._made_from.pop(state.number, None)
+                state.errors.begin()
                 found += SignBucket.all_of(state, self, owner)
         return sorted(found, key=lambda bucket: bucket.bucket.in_full)  # those last, as they come from all layers
 
@@ -291,8 +294,9 @@ class EarlyMessages:
         """Drop what another rank has dropped, after ranks have found that their signatures differ. All ranks call."""
         with self._communicator.traffic.paused():
             everyone = self._communicator.all_gather_object([list(key) for key in self.signature])
-        alike = [key for key in self._arrived if all(list(key) in keys for keys in everyone)]
-        self._arrived = {key: self._arrived[key] for key in alike}
+        lost = {key[0] for key in self._arrived if any(list(key) not in keys for keys in everyone)}
+        for number in lost:
+            self._drop(self._states[number])
 
     def overflow(self) -> Tensor | None:
         """Await the sent messages; return infinity if an average is not finite, else 0, [] float64; None without any.
@@ -308,14 +312,18 @@ class EarlyMessages:
         """The buckets whose sent messages count, for ranks to compare."""
         return sorted(self._arrived)
 
-    def take_average(self, state: GroupState, bucket: Bucket, feedback: BucketErrors) -> Average | None:
-        """Return the compressed mean of a bucket whose messages were sent, and write its errors; None if none were."""
+    def commit(self, states: Sequence[GroupState]) -> None:
+        """Await the sent messages, and take over the errors of those that the step under way uses."""
         self._await()
+        sent = {number for number, _ in self._arrived}
+        for state in states:
+            if state.number in sent:
+                state.errors.commit()
+
+    def take_average(self, state: GroupState, bucket: Bucket) -> Average | None:
+        """Return the compressed mean of a bucket whose messages were sent; None if none were."""
         early = self._arrived.pop((state.number, bucket.start), None)
-        if early is None:
-            return None
-        feedback.copy_(early.errors)
-        return early.average
+        return None if early is None else early.average
 
     def note_norm(self, norm: float, max_norm: float, usual: float, *, whole: bool) -> None:
         """Take up what clipping finds in the step under way; the norm must be that of the ``whole`` gradient."""
@@ -353,11 +361,16 @@ class EarlyMessages:
         self.drop()
 
     def _forget(self) -> None:
+        for number in {number for number, _ in self._arrived}:
+            self._states[number].errors.drop()
         self._arrived, self._finite, self._made_from = {}, {}, {}
         self.agreed = True
 
     def _drop(self, state: GroupState) -> None:
-        self._arrived = {key: early for key, early in self._arrived.items() if key[0] != state.number}
+        left = {key: early for key, early in self._arrived.items() if key[0] != state.number}
+        if len(left) < len(self._arrived):
+            self._arrived = left
+            state.errors.drop()
 
     def end_step(self, *, taken: bool) -> None:
         """Close a step: keep the norm of one that was taken, and drop the rest."""

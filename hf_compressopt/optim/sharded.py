@@ -25,8 +25,7 @@ the servers clip:
     u_r = g_r + worker_error;  messages <- Q(u_r);  rank j: g = c mean_r Q(u_r),  c = min(1, max_norm / norm)   (6)
 
 In the compressed stage a bucket is sent as with clip="late" (:mod:`~hf_compressopt.optim.late`), by the clip
-coefficient of the step before. In both stages the new errors wait, in their own form, until all ranks know that the
-step is taken.
+coefficient of the step before. In both stages errors change where all ranks know that the step is taken.
 
 Sources: ZeRO (arXiv 1910.02054), 1-bit Adam (arXiv 2102.02888), LoCo (arXiv 2407.04480).
 """
@@ -55,11 +54,11 @@ from hf_compressopt.collectives.exchange import (
     run_tasks,
     summed,
 )
-from hf_compressopt.collectives.feedback import keep_, scale_, values_of
+from hf_compressopt.collectives.feedback import keep_
 from hf_compressopt.flat import Bucket, chunk_numel
 from hf_compressopt.kernels import SKETCH_NUMEL, Average, Combination, Errors, IntegerFormat, Segment, sum_of_squares
 from hf_compressopt.kernels.adam import AdamTensors
-from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, highest_points, like_errors, tensor_of
+from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, highest_points
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.agreement import Grads, MeanNorm, StepGradients, find_fault
 from hf_compressopt.optim.group import GroupState, MomentShards, ParamGroups, part_of
@@ -78,13 +77,37 @@ def take_sharded_step(
 ) -> None:
     """Take a step of groups with shared moments. A parameter without gradient on any rank does not count the step."""
     present = _present(states, gradients, sent)
+    means = {} if sent is None else sent.take_means()
+    for state, here in zip(states, present, strict=True):
+        if not means and not all(here):  # else the step takes all errors, which it may write in place
+            state.errors.begin_sending()
     run_tasks(
-        _step_of_bucket(state, number, feedback, gradients[state.number], here, sent, bits=bits, fused=fused)
+        _step_of_bucket(
+            state, bucket, gradients[state.number], here, means.pop(bucket.key, None), bits=bits, fused=fused
+        )
         for state, here in zip(states, present, strict=True)
-        for number, feedback in enumerate(state.feedback)
+        for bucket in _buckets_of(state)
     )
     for state, here in zip(states, present, strict=True):
+        state.errors.commit(here)  # nobody took the part of the others' errors that was sent
         state.steps += torch.tensor(here, dtype=torch.float32, device="cpu")
+
+
+class _SharedBucket(NamedTuple):
+    """A bucket of a group with shared moments, and its errors: those that are sent, and those that a pass writes."""
+
+    number: int
+    key: Key
+    bucket: Bucket
+    old: BucketErrors
+    new: BucketErrors
+
+
+def _buckets_of(state: GroupState) -> list[_SharedBucket]:
+    rows = enumerate(zip(state.layout.buckets, state.feedback, state.new_feedback, strict=True))
+    return [
+        _SharedBucket(number, (state.number, bucket.start), bucket, old, new) for number, (bucket, old, new) in rows
+    ]
 
 
 def _present(states: Sequence[GroupState], gradients: Grads, sent: FreedGradients | None) -> list[list[bool]]:
@@ -102,26 +125,25 @@ def _present(states: Sequence[GroupState], gradients: Grads, sent: FreedGradient
 
 def _step_of_bucket(
     state: GroupState,
-    number: int,
-    feedback: BucketErrors,
+    shared: _SharedBucket,
     grads: Sequence[Tensor | None],
     present: Sequence[bool],
-    sent: FreedGradients | None,
+    mean: Tensor | None,
     *,
     bits: int,
     fused: bool,
 ) -> Task[None]:
-    """Take the step of one bucket: send the gradients, update this rank's chunk, apply what all ranks have updated."""
-    bucket, form = state.layout.buckets[number], IntegerFormat(bits)
-    found = None if sent is None else sent.take_mean(state, bucket)
-    if found is None:
-        segments, old = state.gradient_segments(bucket, grads), feedback.worker
-        errors = old if all(present[piece.index] for piece in bucket.pieces) else tuple(map(like_errors, old))
-        values = yield from _mean_of_chunk(state, number, segments, 1.0, old, errors, form)
-        found = _SentMean(values, errors)
-    _keep_errors(state, number, found.errors, present)
-    mean = found.values
-    update = _update(state, number, mean, present, fused=fused) if mean.numel() else mean
+    """Take the step of one bucket: send the gradients, update this rank's chunk, apply what all ranks have updated.
+
+    ``mean``: that of the chunk, [n_own], if it was sent during backward.
+    """
+    bucket, form = shared.bucket, IntegerFormat(bits)
+    if mean is None:
+        segments = state.gradient_segments(bucket, grads)
+        mean = yield from _mean_of_chunk(
+            state, shared.number, segments, 1.0, shared.old.worker, shared.new.worker, form
+        )
+    update = _update(state, shared.number, mean, present, fused=fused) if mean.numel() else mean
     decay = 1 - float(state.options["lr"]) * state.options["weight_decay"]
     if bucket.in_full:
         values = yield from _gather_values(state, bucket, update)
@@ -133,33 +155,14 @@ def _step_of_bucket(
         return
     together, message = own_message(bucket.numel, form, state.communicator, state.device)
     if mean.numel():
-        kernels.on(message).compress_(form, Combination.of(update), feedback.server, message, 1, feedback.server)  # (3)
+        error = shared.old.server
+        kernels.on(message).compress_(form, Combination.of(update), error, message, 1, error)  # (3)
     changes = yield from gather_messages(bucket.numel, together, form, state.communicator)
     with state.parameter_segments(bucket) as params:  # (4)
         for here, factor in ((True, decay), (False, 1.0)):
             if any(present[segment.index] == here for segment in params):
                 chosen = [s if present[s.index] == here else replace(s, tensor=None) for s in params]
                 kernels.on(together).add_(changes, chosen, factor)
-
-
-def _keep_errors(state: GroupState, number: int, errors: Sequence[Errors], present: Sequence[bool]) -> None:
-    """Take over new worker errors of a bucket; those of what no rank has a gradient of stay as they were."""
-    bucket = state.layout.buckets[number]
-    stop = state.errors.sent_range(bucket)[0]
-    for old, new in zip(state.feedback[number].worker, errors, strict=True):
-        start, stop = stop, stop + old.numel()
-        if old is new:
-            continue
-        absent = [piece for piece in bucket.pieces if not present[piece.index]]
-        ranges = [(max(start, each.offset) - start, min(stop, each.offset + each.numel) - start) for each in absent]
-        if any(first < last for first, last in ranges):  # nobody took the part of their errors that was sent
-            values, before = values_of(new), values_of(old)
-            for first, last in ranges:
-                if first < last:
-                    values[first:last] = before[first:last]
-            keep_(old, values)
-        else:
-            tensor_of(old).copy_(tensor_of(new))
 
 
 def _gather_values(state: GroupState, bucket: Bucket, values: Tensor) -> Task[Tensor]:
@@ -320,13 +323,6 @@ def _gather_variance(state: GroupState, number: int, tops: Sequence[int]) -> Tas
 # -- zero_stage=2 -----------------------------------------------------------------------------------------------------
 
 
-class _SentMean(NamedTuple):
-    """The mean of this rank's chunk of a bucket, [n_own] float32, and the new worker errors of its message."""
-
-    values: Tensor
-    errors: tuple[Errors, ...]
-
-
 _Sketch = tuple[Tensor, Tensor]  # of gradients with their loss scale, [4096] float32; the sum of their squares, float64
 
 
@@ -339,7 +335,7 @@ def _empty_sketch(device: torch.device) -> _Sketch:
 class _SentGradients:
     """The gradients that were sent in one backward pass."""
 
-    means: dict[Key, _SentMean] = field(default_factory=dict)  # of the warmup stage
+    means: dict[Key, Tensor] = field(default_factory=dict)  # of this rank's chunks, [n_own], in the warmup stage
     present: dict[int, list[bool]] = field(default_factory=dict)  # by param group: where this rank had a gradient
     tasks: Pipeline = field(default_factory=Pipeline)
     sketches: dict[int, _Sketch] | None = None  # by bucket, if sketches are taken
@@ -449,6 +445,9 @@ class FreedGradients(EarlyMessages):
         if not self.states or (plan.stage.number and last is None):
             return False
         self.begin(None if self.loss_scale is None else float(self.loss_scale()), plan)
+        for state in self.states:
+            begin = state.errors.begin if plan.stage.number else state.errors.begin_sending
+            begin()
         self._buckets = self._make_buckets()
         buckets_of = self.attach().order.of
         self._parts_to_send = [len(buckets_of.get(number, ())) for number in range(len(self._params))]
@@ -477,10 +476,10 @@ class FreedGradients(EarlyMessages):
                 sent.present[state.number][piece.index] = True
         segments = state.gradient_segments(bucket, [grads.get(param) for param in state.params])
         if not self._plan.stage.number:
-            factor, old = 1 / self.backward.loss_scale, state.feedback[due.number].worker
-            errors = tuple(map(like_errors, old))
-            mean = _mean_of_chunk(state, due.number, segments, factor, old, errors, self._form)
-            sent.tasks.add(self._keep_mean(due.key, mean, errors))
+            factor, errors = 1 / self.backward.loss_scale, (due.old.worker, due.new.worker)
+            sent.tasks.add(
+                self._keep_mean(due.key, _mean_of_chunk(state, due.number, segments, factor, *errors, self._form))
+            )
         else:
             if sent.sketches is not None:
                 sent.sketches[index] = sketch = _empty_sketch(state.device)
@@ -497,9 +496,8 @@ class FreedGradients(EarlyMessages):
         before = self._states[: state.number]
         return sum(other.layout.numel for other in before if other.communicator is self._communicator)
 
-    def _keep_mean(self, key: Key, mean: Task[Tensor], errors: tuple[Errors, ...]) -> Task[None]:
-        values = yield from mean
-        self._sent.means[key] = _SentMean(values, errors)
+    def _keep_mean(self, key: Key, mean: Task[Tensor]) -> Task[None]:
+        self._sent.means[key] = yield from mean
 
     def end_pass(self) -> None:
         for param, parts in zip(self._params, self._parts_to_send, strict=True):
@@ -536,6 +534,8 @@ class FreedGradients(EarlyMessages):
             self._passes.end_step()
 
     def _begin_anew(self) -> None:
+        for state in self.states:
+            state.errors.drop()
         self._sent, self.clipped, self._dropped = _SentGradients(), 1.0, False
         if self._passes is not None:
             self._passes.done = False
@@ -582,7 +582,7 @@ class FreedGradients(EarlyMessages):
         """Return sums of squares, [] float64, by the factor that makes their sum over the ranks a squared norm."""
         device = self._communicator.device
         if self.is_exact:
-            return {1.0: sum_of_squares([self._sent.means[key].values for key in sorted(self._sent.means)], device)}
+            return {1.0: sum_of_squares([self._sent.means[key] for key in sorted(self._sent.means)], device)}
         return {1 / self._communicator.world_size: self.backward.square(device)}
 
     def contribute(self, mean: MeanNorm) -> None:
@@ -612,15 +612,16 @@ class FreedGradients(EarlyMessages):
         """Clip the means that have come; messages of the compressed stage were sent with a factor already."""
         self.clipped *= factor
         for mean in self._sent.means.values():
-            mean.values.mul_(factor)
+            mean.mul_(factor)
 
     def present(self, state: GroupState, others: Sequence[bool]) -> Sequence[bool]:
         """Return for each parameter of a group whether this rank had a gradient: as ``others`` say if none was sent."""
         return self._sent.present.get(state.number, others) if self.holds_gradients() else others
 
-    def take_mean(self, state: GroupState, bucket: Bucket) -> _SentMean | None:
-        """Return the mean of this rank's chunk, clipped, and the new worker errors; None if nothing was sent."""
-        return self._sent.means.pop((state.number, bucket.start), None)
+    def take_means(self) -> dict[Key, Tensor]:
+        """Return the means of this rank's chunks, clipped; none if nothing was sent."""
+        means, self._sent.means = self._sent.means, {}
+        return means
 
     def note_loss_scale(self, scale: float) -> None:
         """Divide the factor out of what the warmup stage has sent under another one; raise in the compressed stage."""
@@ -637,6 +638,7 @@ class FreedGradients(EarlyMessages):
             self.expect_loss_scale(scale)
             self.backward.loss_scale = scale
             for mean in self._sent.means.values():
-                mean.values.mul_(before / scale)
-                scale_(mean.errors, before / scale)
+                mean.mul_(before / scale)
+            for state in self.states:
+                state.errors.rescale(before / scale)
         super().note_loss_scale(scale)

@@ -188,20 +188,24 @@ class WarmupGradients:
 
     def hand_out(self, first: Tensor | None = None, before: Mapping[Tensor, int] | None = None) -> None:
         """Note the gradients that a pass has averaged: see :meth:`HandedOut.hand_out`."""
-        if self._travelled and self.bits in INTEGER_BITS:
+        if self.in_messages:
             self._handed_out.hand_out(first, before)
 
     def commit(self, *, taken: bool, given: bool = False) -> None:
         """Commit the errors of gradients that a step has taken, by default those in p.grad, and drop the others."""
-        if self.bits in INTEGER_BITS:
+        if self.in_messages:
             self._handed_out.close(taken=taken, checked=not given)
+
+    def state_loaded(self) -> None:
+        """Drop what is on its way to a step."""
+        self.commit(taken=False)
+        self._travelled = False
 
     def note_loss_scale(self, scale: float) -> None:
         """Take over the factor that a scaler's gradients carried; errors of another one are divided by it."""
         if self._travelled and scale != self._assumed_scale:
             for state in self._states:
-                if (new := state.errors.pending) is not None:
-                    new.scale_([self._assumed_scale / scale] * len(state.params))
+                state.errors.rescale(self._assumed_scale / scale)
             self._assumed_scale = scale
             self._tensors[LOSS_SCALE] = torch.tensor([scale], dtype=torch.float64, device="cpu")
 

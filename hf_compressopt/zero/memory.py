@@ -129,7 +129,7 @@ def memory_report(optimizer: Partitioned) -> MemoryReport:
         gradient_shards=sum(g.average.nbytes for g in reducer.slices if g.average is not None),
         states=states,
         masters=masters,
-        errors=sum(e.messages.nbytes for g in reducer.slices for e in (g.errors, g.pending) if e is not None),
+        errors=sum(gradients.feedback.nbytes for gradients in reducer.slices if gradients.feedback is not None),
         resident=resident_bytes(),
         device_allocated=torch.get_device_module().memory_allocated() if torch.accelerator.is_available() else 0,
     )

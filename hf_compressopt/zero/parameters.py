@@ -269,7 +269,7 @@ class PartitionedParameters:
         for number, mine in bucket.slices.items():
             gradients = self.reducer.slices[number]
             gradients.average = None
-            gradients.keep_errors(self.reducer.present)
+            gradients.commit_errors(self.reducer.present)
             if (form := gradients.param_form) is not None:
                 nbytes = gradients.communicator.world_size * form.nbytes(gradients.cut.part_numel)
                 to = gradients.cut, gradients.communicator, form

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +47,7 @@ from hf_compressopt.collectives.exchange import (
     scatter_sums,
     summed,
 )
-from hf_compressopt.collectives.feedback import keep_, scale_, values_of
+from hf_compressopt.collectives.feedback import MessageErrors
 from hf_compressopt.flat import FLOAT_BYTES, Span
 from hf_compressopt.kernels import Average, Combination, CompactErrors, IntegerFormat, Segment, sum_of_squares
 from hf_compressopt.kernels.memory import fetch_later, flat_view, in_memory, is_direct, numbers_on
@@ -88,8 +88,7 @@ class SliceGradients:
     offload: bool
     grad_form: IntegerFormat | None  # of the messages of gradients; None is full precision
     param_form: IntegerFormat | None  # of the messages of parameters
-    errors: CompactErrors | None = None  # of this rank's messages of gradients, in the unit without a loss scale
-    pending: CompactErrors | None = None  # those since the last step, until it is taken, or dropped with them
+    feedback: MessageErrors | None = None  # of this rank's messages of gradients, in the unit without a loss scale
     average: Tensor | None = None  # [part_numel] this rank's part, summed over the passes; None before the first
     coming: Callable[[], Tensor] | None = None  # that of the last pass, on its way to host memory; see land()
     buffer: Tensor | None = None  # [cut.numel], to be sent
@@ -103,20 +102,23 @@ class SliceGradients:
     def make_errors(self) -> None:
         """Take errors of 0, in the sizes of the topology of now."""
         nodes = self.communicator.topology.nodes  # as many as ranks, if the topology is flat
-        self.errors = CompactErrors.zeros(nodes * self.cut.part_numel, nodes, self.device)
+        errors = CompactErrors.zeros(nodes * self.cut.part_numel, nodes, self.device)
+        rows = [(number, begin, span.numel) for number, spans in self.error_places.items() for begin, span in spans]
+        self.feedback = MessageErrors(errors, [(begin, begin + numel, number) for number, begin, numel in rows])
 
-    def keep_errors(self, present: Sequence[bool]) -> None:
-        """Take over the errors since the last step; those of what is not ``present`` on any rank stay as they were."""
-        old, new = self.errors, self.pending
-        if old is None or new is None:
-            return
-        absent = [row for number, rows in self.error_places.items() if not present[number] for row in rows]
-        if absent:  # nobody took the part of their errors that was sent
-            values, before = values_of(new), values_of(old)
-            for begin, span in absent:
-                values[begin : begin + span.numel] = before[begin : begin + span.numel]
-            keep_(new, values)
-        self.errors, self.pending = new, None
+    @property
+    def errors(self) -> CompactErrors | None:
+        return None if self.feedback is None else self.feedback.errors
+
+    def commit_errors(self, present: Sequence[bool]) -> None:
+        """Take over the errors since the last step of what is ``present`` on some rank: its messages were used."""
+        if self.feedback is not None:
+            self.feedback.commit(present)
+
+    def drop_errors(self) -> None:
+        """Drop the errors since the last step."""
+        if self.feedback is not None:
+            self.feedback.drop()
 
     def begin(self) -> None:
         self.buffer, self.sent, self.filled = None, False, set()
@@ -266,9 +268,8 @@ class GradientReducer:
         for gradients in self.slices:
             device = self.known[next(iter(gradients.cut.places))].tensor.device
             gradients.device = gradients.communicator.device = device
-            for errors in (gradients.errors, gradients.pending):
-                if errors is not None and errors.device != device:
-                    errors.messages = errors.messages.to(device)
+            if gradients.feedback is not None:
+                gradients.feedback.to(device)
         if self.known:
             self._communicator.device = self.known[0].tensor.device
 
@@ -379,7 +380,7 @@ class GradientReducer:
         for mine, theirs in zip(self.slices, other.slices, strict=True):
             theirs.land()
             mine.coming = None
-            for name in ("average", "errors", "pending"):
+            for name in ("average", "feedback"):
                 setattr(mine, name, deepcopy(getattr(theirs, name)))
         self.present = list(other.present)
 
@@ -388,7 +389,8 @@ class GradientReducer:
         self.backward.flush()
         self.backward.passes.drop()
         for gradients in self.slices:
-            gradients.average = gradients.pending = gradients.coming = None
+            gradients.average = gradients.coming = None
+            gradients.drop_errors()
         for number, known in enumerate(self.known):
             self.present[number] = False
             known.tensor.grad = None
@@ -422,8 +424,8 @@ class GradientReducer:
         """Note a gradient scaler's factor, of these gradients or of the coming ones."""
         before, self._loss_scale.of_scaler = self._loss_scale.of_scaler, scale
         for gradients in self.slices:
-            if before != scale and gradients.pending is not None:
-                scale_([gradients.pending], before / scale)  # they were made with the other factor
+            if before != scale and gradients.feedback is not None:
+                gradients.feedback.rescale(before / scale)
 
     def was_set(self, number: int) -> None:
         """Note that a user has set a parameter's average, so that the norm is another one."""
@@ -555,12 +557,10 @@ def send_gradients(buffer: Tensor, gradients: SliceGradients, form: IntegerForma
         sizes = [buffer.numel() // node.world_size] * node.world_size
         buffer = yield from summed(buffer, sizes, node, 1.0 / node.world_size)
     z = Combination(buffer.numel(), buffer.device, grads=[Segment(buffer, 0, buffer.numel(), 0)], beta=1.0 / loss_scale)
-    before = gradients.pending or gradients.errors
-    assert before is not None  # it was made with the form
-    if gradients.pending is None:
-        gradients.pending = replace(before, messages=torch.empty_like(before.messages))
+    assert gradients.feedback is not None  # it was made with the form
+    before, new = gradients.feedback.begin([True])  # averages of earlier passes stay
     # parts are the chunks, since ALIGN is a multiple of 8
-    task = reduce_scatter(z, [before], [gradients.pending], form, peers, loss_scale, last=True)
+    task = reduce_scatter(z, [before.errors], [new.errors], form, peers, loss_scale, last=True)
     del buffer, z
     return (yield from task)
 

@@ -162,7 +162,7 @@ def load(optimizer: Partitioned, state_dict: dict[str, Any], own: dict[str, Any]
     take_rows(optimizer, rows, saved_groups)
     saved_errors = None if own is None else own.get("worker_errors")
     for gradients in partition.reducer.slices:
-        gradients.pending = None
+        gradients.drop_errors()
     for number, messages in enumerate(_errors(optimizer)):
         messages.copy_(torch.tensor(0) if saved_errors is None else saved_errors[number])
     if own is not None:

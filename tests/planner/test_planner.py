@@ -16,7 +16,6 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 from hf_compressopt import GradientCompression, OnebitAdam, OnebitLamb, ZeroOneAdam, average_gradients, cli, quantities
-from hf_compressopt.kernels.compact import tensor_of
 from hf_compressopt.planner import cost, report
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ZERO_ONE_LOCAL, Cluster, Model, Training
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
@@ -310,12 +309,13 @@ def bytes_of_freed(bucket_cap_mb: float) -> list[int]:
     for step in range(3):
         param.sum().backward()
         left, early = optimizer.freed._sent, optimizer.early_messages._arrived
-        pending = [error for mean in left.means.values() for error in mean.errors]
-        pending += [error for message in early.values() for error in (*message.errors.worker, message.errors.server)]
+        new = [state.errors.pending for state in optimizer._states]
+        pending = [each.worker for each in new if each is not None]
+        pending += [each.server for each in new if each is not None and early]
         messages = [message.average.messages for message in early.values()]
         if step != 1:  # its errors were gathered from the warmup stage
-            found.append(nbytes_of(*optimizer._states, *map(tensor_of, pending), *messages))
-            found.append(sum(mean.values.nbytes for mean in left.means.values()))
+            found.append(nbytes_of(*optimizer._states, *pending, *messages))
+            found.append(sum(mean.nbytes for mean in left.means.values()))
         optimizer.step()
     return found
 
