@@ -90,15 +90,15 @@ def test_ranks_of_a_node_share_a_link(tmp_path: Path) -> None:
     sharded = ["fsdp2", "fsdp2_gradients", "hsdp_32", "hsdp_16", "hsdp_int4"]
     methods = ["--methods", "ddp", "int4", "int4_levels", *sharded]
     nodes = ["--nodes", "2", "--ranks-per-node", "2", "--links", "1 Gbit/s", "--report", str(report)]
-    text = run([*SCRIPT, *TINY, *methods, *nodes]).stdout
+    words = ["--models", "4M", "--rounds", "1", "--steps", "3"]  # of tiny models checks and headers are some per cent
+    text = run([*SCRIPT, *words, *methods, *nodes]).stdout
     rows = {row["method"]: row for row in json.loads(report.read_text())}
     assert all((row["ranks"], row["per_node"]) == (4, 2) for row in rows.values())
     assert "4 ranks on 2 nodes" in text and "`grad_compression=int4`, hierarchical" in text
     sent = {name: row["sent"] / row["numel"] for name, row in rows.items()}
-    # of so small a model the few bytes by which ranks compare their passes are some per cent
-    assert sent["int4_levels"] < 0.77 * sent["int4"] < 0.7 * sent["ddp"]
-    assert sent["hsdp_int4"] < 0.5 * sent["hsdp_16"] < 0.4 * sent["hsdp_32"]
-    assert sent["fsdp2_gradients"] < 0.6 * sent["fsdp2"]
+    assert sent["int4_levels"] < 0.7 * sent["int4"] < 0.3 * sent["ddp"], sent
+    assert sent["hsdp_int4"] < 0.5 * sent["hsdp_16"] < 0.3 * sent["hsdp_32"], sent
+    assert sent["fsdp2_gradients"] < 0.6 * sent["fsdp2"], sent
 
 
 @pytest.mark.full
