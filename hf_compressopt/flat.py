@@ -33,8 +33,14 @@ def chunk_range(numel: int, world_size: int, rank: int) -> tuple[int, int]:
     return min(rank * chunk, numel), min((rank + 1) * chunk, numel)
 
 
-def bucket_numel_of(bucket_cap_mb: float) -> int:
-    """Elements of a bucket of ``bucket_cap_mb`` MiB of float32 values, one at least."""
+#: MiB of float32 values in a bucket that nobody chose. On a GPU the launches of a bucket are what it costs.
+DEFAULT_BUCKET_MB, DEFAULT_BUCKET_MB_ON_CUDA = 25.0, 100.0
+
+
+def bucket_numel_of(bucket_cap_mb: float | None, device_type: str = "cpu") -> int:
+    """Elements of a bucket of ``bucket_cap_mb`` MiB of float32 values, one at least; of None, the device's default."""
+    if bucket_cap_mb is None:
+        bucket_cap_mb = DEFAULT_BUCKET_MB_ON_CUDA if device_type == "cuda" else DEFAULT_BUCKET_MB
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
         raise TypeError(f"bucket_cap_mb must be a number > 0, got {bucket_cap_mb!r}")
     numel = bucket_cap_mb * BYTES_PER_MB / FLOAT_BYTES

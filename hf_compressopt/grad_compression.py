@@ -50,7 +50,7 @@ class MessageOptions(TopologyOptions):
     """Options of the messages of gradients in Trainer and Accelerate.
 
     Attributes:
-        bucket_cap_mb: See :class:`GradientCompression`; None is the model's DDP's, and 25 without DDP.
+        bucket_cap_mb: See :class:`GradientCompression`; None is the model's DDP's.
         state: See :class:`GradientCompression`.
 
     Raises:
@@ -95,7 +95,7 @@ class GradientCompression:
         params: Iterable[Tensor] | Iterable[tuple[str, Tensor]],
         compression: str = "int4",
         *,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | None = None,
         process_group: dist.ProcessGroup | None = None,
         communicator: str | Communicator | None = None,
         loss_scale: Callable[[], float] | None = None,
@@ -112,7 +112,7 @@ class GradientCompression:
             params: The model's parameters, alike on all ranks, named or not; those that require no gradient do not
                 count.
             compression: "int4" or "int8".
-            bucket_cap_mb: MiB of float32 gradients that are sent together, > 0.
+            bucket_cap_mb: MiB of float32 gradients that are sent together, > 0; None is 100 on CUDA devices, else 25.
             process_group: The ranks; None is the default group.
             communicator: As for :class:`~hf_compressopt.OnebitAdam`.
             loss_scale: Returns the factor that the gradients of the coming step carry, such as a
@@ -128,7 +128,7 @@ class GradientCompression:
         """
         self.bits = bits_of("compression", compression)
         check_state(state)
-        bucket_numel, wanted = bucket_numel_of(bucket_cap_mb), TopologyOptions(topology, node_size, node_bits)
+        wanted = TopologyOptions(topology, node_size, node_bits)
         rows = [p if isinstance(p, tuple) else (str(index), p) for index, p in enumerate(_iterable(params))]
         named = {p: name for name, p in rows if p.requires_grad}  # a tensor that is given twice counts once
         self.params, self.names = list(named)[::-1], list(named.values())[::-1]
@@ -138,6 +138,7 @@ class GradientCompression:
         devices = {param.device for param in self.params}
         if len(devices) > 1:
             raise ValueError(f"all parameters must be on one device, got {sorted(map(str, devices))}")
+        bucket_numel = bucket_numel_of(bucket_cap_mb, next(iter(devices), torch.device("cpu")).type)
         self.traffic = Traffic()
         self.steps = self._steps_not_finite = 0
         #: A step that was exchanged, and whether its gradients were not finite, on its way from a device.

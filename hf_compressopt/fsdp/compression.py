@@ -521,7 +521,7 @@ def compress_fsdp(
     mesh: DeviceMesh,
     compression: str = "int4",
     *,
-    bucket_cap_mb: float = 25.0,
+    bucket_cap_mb: float | None = None,
     loss_scale: Callable[[], float] | None = None,
     state: str = "compact",
 ) -> FSDPCompression:
@@ -545,7 +545,8 @@ def compress_fsdp(
         mesh: 1-D: the ranks that share the model. 2-D: the replicas, one per node or several, and the ranks that share
             each.
         compression: "int4" or "int8".
-        bucket_cap_mb: MiB of float32 gradients that are sent together, > 0; a unit is one bucket or more.
+        bucket_cap_mb: MiB of float32 gradients that are sent together, > 0; a unit is one bucket or more. None is 100
+            on CUDA devices, 25 on others.
         loss_scale: Returns the factor that the gradients of the coming step carry, such as a ``GradScaler.get_scale``;
             None stands for 1.
         state: "compact" keeps errors in 8 bits, 1.02 bytes each; "float32" rounds nothing.
@@ -569,5 +570,5 @@ def compress_fsdp(
             compression,
             mesh.size(1),
         )
-    bucket_numel = bucket_numel_of(bucket_cap_mb)
+    bucket_numel = bucket_numel_of(bucket_cap_mb, mesh.device_type)
     return FSDPCompression(model, mesh, bits, bucket_numel, loss_scale, compact=state == "compact")

@@ -101,13 +101,17 @@ class Models:
                 f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "
                 "have no effect with FSDP, whose mesh says which ranks share a node: leave them out"
             )
-        cap = messages.bucket_cap_mb or 25.0
         for model in map(without_compile, models):
             if all(state.model is not model for state in self._sharded):
                 params: Iterator[Any] = model.parameters()
                 mesh = next(param.device_mesh for param in params if is_dtensor(param))
                 state = compress_fsdp(
-                    model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale, state=messages.state
+                    model,
+                    mesh,
+                    compression,
+                    bucket_cap_mb=messages.bucket_cap_mb,
+                    loss_scale=loss_scale,
+                    state=messages.state,
                 )
                 self._sharded[state] = None
 

@@ -327,8 +327,8 @@ class CompressOptPlugin:
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the steps of a learning-rate
             scheduler given to ``prepare``.
         state: "compact" or "float32"; None is the default of each optimizer and of GradientCompression.
-        bucket_cap_mb: MiB of float32 values that are sent together, > 0. None is 25, with grad_compression the size of
-            DDP's buckets.
+        bucket_cap_mb: MiB of float32 values that are sent together, > 0. None is the size of DDP's buckets with
+            grad_compression, else 100 on CUDA devices and 25 on others.
         communicator: "auto", or the name of a torch.distributed backend.
         zero_stage: 1 or 2: partition every fresh element-wise optimizer by ZeroOptimizer; ``optimizer`` is "none" then,
             unless it is given. With "onebit_adam" it is that optimizer's option, and with 2 models get no DDP. Not

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from typing import Any
 
@@ -36,7 +36,7 @@ class ZeroConfig:
     Args:
         stage: 1 or 2.
         communicator: "auto", the name of a torch.distributed backend, "mpi", or a Communicator.
-        bucket_cap_mb: MiB of float32 gradients that are sent together, > 0; None is 25.
+        bucket_cap_mb: MiB of float32 gradients that are sent together, > 0; None is 100 on CUDA devices, else 25.
         reduce_bucket_size: ``bucket_cap_mb`` in elements.
         allgather_bucket_size: Elements of parameters gathered at a time; None is as many as are reduced.
         overlap_comm: Send gradients while backward runs.
@@ -117,8 +117,7 @@ class ZeroConfig:
         check_at_least("clip_grad", self.clip_grad, 0)
         self._check_sizes()
         self._check_loss_scale()
-        cap = 25.0 if self.bucket_cap_mb is None else self.bucket_cap_mb
-        numel = self.reduce_bucket_size or bucket_numel_of(cap)
+        numel = self.reduce_bucket_size or bucket_numel_of(self.bucket_cap_mb)
         vars(self).update(  # once: later the options are frozen
             reduce_numel=numel,
             gather_numel=self.allgather_bucket_size or numel,
@@ -137,6 +136,13 @@ class ZeroConfig:
             raise ValueError(f"offload_optimizer must be True, 'cpu' or False, got {self.offload_optimizer!r}")
         if self.offload:
             require_accelerator("offload_optimizer")
+
+    def on(self, device: torch.device) -> ZeroConfig:
+        """Return the options for parameters on a device, which decides the size of buckets that nobody has chosen."""
+        config = replace(self)
+        numel = self.reduce_bucket_size or bucket_numel_of(self.bucket_cap_mb, device.type)
+        vars(config).update(reduce_numel=numel, gather_numel=self.allgather_bucket_size or numel)
+        return config
 
     def without_effect(self) -> list[str]:
         """List the options, as name=value, that were given and change nothing here."""

@@ -125,6 +125,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._process_groups = {"process_group": process_group, "model_parallel_group": model_parallel_group}
         template = optimizer_class([torch.zeros(1, requires_grad=True)], **self._inner_options)
         torch.optim.Optimizer.__init__(self, params, hyperparameters(template.param_groups[0]))
+        devices = (param.device for group in self.param_groups for param in group["params"])
+        self.config = self.config.on(next(devices, torch.device("cpu")))
         self.state = _StateInParts(dict)
         self._first_groups = len(self.param_groups)
         self.traffic = Traffic()

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_compressopt
@@ -26,6 +27,21 @@ from tests.support.memory import MIB, peak_beyond
 sys.path.append(str(REPO_ROOT / "scripts"))
 
 from benchmark_host import HostCopies  # noqa: E402
+
+# -- buckets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "cap"), [("cpu", 25), ("cuda", 100)])
+def test_buckets_that_nobody_chose_are_larger_on_a_gpu(device: str, cap: int) -> None:
+    """There the launches of a bucket are what it costs."""
+    with FakeTensorMode():
+        first, second = (nn.Parameter(torch.empty(8, 8, device=device)) for _ in range(2))
+        numels = [optimizer_of("OnebitAdam", [first]).bucket_numel, GradientCompression([second]).layout.bucket_numel]
+    zero = config.ZeroConfig(stage=1).on(torch.device(device))
+    chosen = config.ZeroConfig(stage=1, reduce_bucket_size=1000).on(torch.device(device))
+    assert {*numels, zero.reduce_numel, zero.gather_numel} == {cap * MIB // 4}
+    assert (chosen.reduce_numel, chosen.gather_numel) == (1000, 1000)
+
 
 # -- bytes of runs of 1,000 steps, with the defaults -------------------------------------------------------------------
 
