@@ -13,7 +13,7 @@ LIMITS = {
     "docs/multi_node.md": 1200,
     "docs/memory_and_zero.md": 1500,
     "docs/checkpoints.md": 1000,
-    "docs/options.md": 2000,
+    "docs/options.md": 2100,
     "docs/benchmarks.md": 1500,
     "docs/convergence.md": 900,
     "docs/deepspeed.md": 700,
