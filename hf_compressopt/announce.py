@@ -39,6 +39,10 @@ class Announcement:
         self._plain, self._remedy = plain, remedy
         self._attached = self._saved = False
 
+    def leave_to_others(self) -> None:
+        """Say nothing: the lines of another object tell of this one too."""
+        self._attached = self._saved = True
+
     def begin(self, state: Announced, describe_more: Callable[[], str] = str) -> None:
         """Say before the first step what is attached, with more in parentheses."""
         if self._attached:

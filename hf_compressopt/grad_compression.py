@@ -29,7 +29,14 @@ from hf_compressopt.announce import Announcement
 from hf_compressopt.collectives.backward import take_over
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members, after_backward
-from hf_compressopt.collectives.gradients import GradientBucket, GradientRounds, as_it_is, begin_pass, low_bit_buckets
+from hf_compressopt.collectives.gradients import (
+    GradientBucket,
+    GradientRounds,
+    as_it_is,
+    begin_pass,
+    low_bit_buckets,
+    plain_buckets,
+)
 from hf_compressopt.collectives.sender import SendRecord, check_bucket, listed, note_sent
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
@@ -41,6 +48,9 @@ from hf_compressopt.kernels.memory import fetch_later, numbers_on
 logger = logging.getLogger(__name__)
 
 FORMATS = {"int4": 4, "int8": 8}
+#: Averages as they are, without errors: what a rank must send beside messages of another kind.
+FULL = "float32"
+_FULL_BITS = 32
 #: Legal values of the option ``state``.
 STATES = ("compact", "float32")
 
@@ -111,7 +121,7 @@ class GradientCompression:
         Args:
             params: The model's parameters, alike on all ranks, named or not; those that require no gradient do not
                 count.
-            compression: "int4" or "int8".
+            compression: "int4" or "int8"; "float32" averages in full precision, without errors.
             bucket_cap_mb: MiB of float32 gradients that are sent together, > 0; None is 100 on CUDA devices, else 25.
             process_group: The ranks; None is the default group.
             communicator: As for :class:`~hf_compressopt.OnebitAdam`.
@@ -162,7 +172,8 @@ class GradientCompression:
             device = self.params[0].device if self.params else torch.device("cpu")  # the model may have moved
             flat = make_communicator(name, group, device=device, traffic=self.traffic, cuda_aware=False)
             communicator = with_topology(flat, wanted)
-            errors = ErrorFeedback(self.layout, communicator, device, compact=self._is_compact, used=True)
+            sends_integers = self.bits in FORMATS.values()
+            errors = ErrorFeedback(self.layout, communicator, device, compact=self._is_compact, used=sends_integers)
             self._connected = communicator, errors
             self._record = self._answer(self._rows)
             self._watch()
@@ -279,10 +290,22 @@ class GradientCompression:
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
         ranks = str(self.communicator) if self._connected else "between ranks that the first step finds"
-        return (
-            f"GradientCompression: the gradients of {self.layout.numel:,} parameters travel as int{self.bits} with "
-            f"error feedback, small tensors in full precision, {ranks}"
-        )
+        return f"GradientCompression: the gradients of {self.layout.numel:,} parameters {self.form}, {ranks}"
+
+    @property
+    def form(self) -> str:
+        """How the gradients travel, in words."""
+        if self.bits == _FULL_BITS:
+            return "travel in full precision"
+        return f"travel as int{self.bits} with error feedback, small tensors in full precision"
+
+    def leave_lines_to_others(self) -> None:
+        """Write no lines of its own into the log: another object tells of it."""
+        self._announcement.leave_to_others()
+
+    def close(self) -> None:
+        """Answer for the parameters no more: others average them from now on."""
+        self._record.close()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -329,11 +352,16 @@ class GradientCompression:
         Raises:
             TypeError: For sparse gradients, on all ranks together if their gradients have the same layouts.
         """
+        if self.communicator.world_size > 1:
+            self._record.passes.in_loop = self.communicator
+        self.average_in_pass()
+
+    def average_in_pass(self) -> None:
+        """Do so at the end of a backward pass, which all ranks end."""
         self._follow()
         self._check_ranks()
         if self.communicator.world_size == 1:
             return
-        self._record.passes.in_loop = self.communicator
         self._record.passes.begin()
         self._record.passes.post(self.communicator)
         self._record.passes.check(now=False)  # another rank may be in a step, which it refuses
@@ -408,10 +436,15 @@ class GradientCompression:
         self._read_fault()
         self._announcement.begin(self)
         if not self._buckets:
-            of = self.errors, self.layout, self.params, self.communicator, 0, self.bits
             dtype = torch.float32 if self.communicator.name == "mpi" else None  # it sums no 16-bit numbers
+            if self.bits == _FULL_BITS:
+                cap = self.layout.bucket_numel
+                buckets = plain_buckets(self.params, self.communicator, 0, bucket_numel=cap, dtype=dtype)
+            else:
+                of = self.errors, self.layout, self.params, self.communicator, 0, self.bits
+                buckets = low_bit_buckets(*of, dtype=dtype)
             position = {param: number for number, param in enumerate(self.params)}
-            last = [(max(map(position.__getitem__, b.members())), b) for b in low_bit_buckets(*of, dtype=dtype)]
+            last = [(max(map(position.__getitem__, bucket.members())), bucket) for bucket in buckets]
             self._buckets = [bucket for _, bucket in sorted(last, key=lambda row: row[0])]
         begin_pass(self._buckets, self._handed_out, scale_of(self._loss_scale))
         self._rounds.begin(self._buckets)
@@ -450,9 +483,15 @@ def warn_not_finite(log: logging.Logger, step: int, whose: str) -> None:
 
 def bits_of(option: str, value: str) -> int:
     """Return the bits that a value of an option stands for."""
-    if value not in FORMATS:
-        raise ValueError(f"{option} must be one of {[*FORMATS]}, got {value!r}")
-    return FORMATS[value]
+    legal = {**FORMATS, FULL: _FULL_BITS}
+    if value not in legal:
+        raise ValueError(f"{option} must be one of {[*legal]}, got {value!r}")
+    return legal[value]
+
+
+def name_of(bits: int) -> str:
+    """Return the value of an option that stands for so many bits."""
+    return next((name for name, each in FORMATS.items() if each == bits), FULL)
 
 
 def check_state(state: str) -> None:

@@ -67,6 +67,8 @@ def save_state(
             earlier checkpoint is as it was.
     """
     write_snapshot(*_begin(optimizer, directory, names, prefix))
+    if (beside := _beside(optimizer)) is not None:
+        save_state(beside, directory, prefix=_prefix_beside(prefix))
 
 
 def async_save_state(
@@ -166,7 +168,18 @@ def load_state(
     """
     check_prefix(prefix)
     wait_for_saves()
+    if (beside := _beside(optimizer)) is not None:
+        load_state(beside, directory, prefix=_prefix_beside(prefix))
     load(checkpointable(optimizer), _innermost(optimizer), Path(directory), names, prefix)
+
+
+def _beside(optimizer: Saved) -> GradientCompression | None:
+    """Return the averages of what a model has beside the shards of FSDP2; they have a checkpoint of their own."""
+    return optimizer.find_beside() if isinstance(optimizer, FSDPCompression) else None
+
+
+def _prefix_beside(prefix: str) -> str:
+    return f"{prefix}_beside"
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from hf_compressopt.announce import Announcement
 from hf_compressopt.collectives.communicator import Traffic
@@ -38,14 +37,24 @@ from hf_compressopt.collectives.exchange import (
     run_tasks,
     summed,
 )
-from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members
+from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members, after_backward
 from hf_compressopt.collectives.gradients import GradientBucket, give_errors, low_bit_buckets, runs_of
-from hf_compressopt.collectives.sender import SendRecord, listed
+from hf_compressopt.collectives.sender import SendRecord
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import SIGNS_PER_BYTE, Bucket, FlatLayout, bucket_numel_of, chunk_numel
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
-from hf_compressopt.fsdp.units import Unit, outside, units_of
-from hf_compressopt.grad_compression import bits_of, check_place, check_state, scale_of, warn_not_finite
+from hf_compressopt.fsdp.beside import BesideUnits, clip_grad_norm_, together
+from hf_compressopt.fsdp.units import Unit, units_of
+from hf_compressopt.grad_compression import (
+    FORMATS,
+    GradientCompression,
+    bits_of,
+    check_place,
+    check_state,
+    name_of,
+    scale_of,
+    warn_not_finite,
+)
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment
 from hf_compressopt.kernels.memory import reads_at_once
 from hf_compressopt.kernels.messages import travels_in_full
@@ -260,19 +269,12 @@ class FSDPCompression:
         """Allocate the errors, in 8 bits if they are ``compact``, and hook into FSDP2: see :func:`compress_fsdp`."""
         self.bits, self.traffic, self._bucket_numel = bits, Traffic(), bucket_numel
         self.model, units = model, units_of(model, mesh)
-        if names := outside(model, units):
-            raise ValueError(
-                f"FSDP2 does not manage {listed(names)}, so that nobody averages their gradients: add adapters and "
-                "other parameters before the model is sharded, so that fully_shard takes them too (from_pretrained("
-                "distributed_config=...) shards a base before its adapters can be added: shard by Accelerate's FSDP2), "
-                "or freeze them"
-            )
         device, self.replicated = units[0].device if units else torch.device("cpu"), mesh.ndim == 2
         self.communicator = self.replica = TorchCommunicator(mesh.get_group(0), device=device, traffic=self.traffic)
         if self.replicated:
             self.replica = TorchCommunicator(mesh.get_group(1), device=device, traffic=self.traffic.inside_node())
         form = {"compact": compact, "replicated": self.replicated}
-        trained = [unit for unit in units if unit.names]
+        trained = [unit for unit in units if unit.names and bits in FORMATS.values()]
         self._units = [UnitErrors(unit, bucket_numel, self.communicator, bits, **form) for unit in trained]
         several = next((each for each in (self.communicator, self.replica) if each.world_size > 1), None)
         self._record = SendRecord("compress_fsdp", communicator=several)
@@ -290,6 +292,10 @@ class FSDPCompression:
         self._stream: torch.Stream | None = None
         if not self.replicated:
             self._check_ranks()
+        options = {"bucket_cap_mb": bucket_numel * 4 / 2**20, "state": "compact" if compact else "float32"}
+        self._beside = BesideUnits(
+            model, units, mesh, name_of(bits), self._enter_pass, loss_scale=loss_scale, **options
+        )
         for errors in self._units:
             if self.replicated:
                 errors.unit.set_hook(partial(self._average, errors))
@@ -306,6 +312,26 @@ class FSDPCompression:
         """Note that the parameters were updated by the averaged gradients: see :class:`GradientCompression`."""
         self._handed_out.use(checked=False)
         self._record.passes.end_step()
+        if self._beside.averages is not None:
+            self._beside.averages.step_taken()
+
+    def find_beside(self) -> GradientCompression | None:
+        """Find the trainable parameters that FSDP2 does not manage, and return their averages. All ranks call."""
+        return self._beside.find()
+
+    def clip_grad_norm_(
+        self, max_norm: float, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip gradients by their norm over all parameters, those in shards and those beside them, and return the norm.
+
+        All ranks call, after backward, as they would call torch's function, which takes no mixture of the two.
+
+        Args:
+            max_norm: The norm that is kept to.
+            parameters: Those whose gradients are clipped; None is all of the model.
+            norm_type: As in torch.nn.utils.
+        """
+        return clip_grad_norm_(self.model.parameters() if parameters is None else parameters, max_norm, norm_type)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -314,7 +340,7 @@ class FSDPCompression:
 
     @property
     def steps_not_finite(self) -> int:
-        """Passes whose gradients were not finite."""
+        """Passes whose gradients were not finite, of those that FSDP2 manages."""
         return int(self._skipped)
 
     @steps_not_finite.setter
@@ -342,19 +368,25 @@ class FSDPCompression:
                 self.steps,
             )
         self._said_not_finite = spoilt
-        return {"steps_not_finite": float(self.steps_not_finite), **numbers}
+        numbers = {"steps_not_finite": float(spoilt), **numbers}
+        return numbers if self._beside.averages is None else together(numbers, full, self._beside.averages)
 
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
         ranks, replicas = self.replica.world_size, self.communicator.world_size
-        if replicas == 1:
-            return f"FSDPCompression: nothing is compressed, since there is one replica of {ranks} rank(s)"
         between = f"{replicas} replica(s) of {ranks} rank(s)" if self.replicated else f"{ranks} rank(s)"
-        others = "" if self.replicated else ", and parameters in full precision"
-        return (
-            f"FSDPCompression: gradients travel as int{self.bits} with error feedback between {between}{others}, over "
-            f"{self.communicator.name}"
-        )
+        if not self._units:
+            units = "no gradient that FSDP2 averages is compressed"
+        elif replicas == 1:
+            units = f"nothing is compressed, since there is one replica of {ranks} rank(s)"
+        else:
+            numel = sum(param.numel() for errors in self._units for param in errors.unit.params)
+            others = "" if self.replicated else ", and parameters in full precision"
+            units = (
+                f"gradients of {numel:,} parameters travel as int{self.bits} with error feedback between {between}"
+                f"{others}, over {self.communicator.name}"
+            )
+        return f"FSDPCompression: {units}{self._beside.describe()}"
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -367,6 +399,7 @@ class FSDPCompression:
             "steps_not_finite": self.steps_not_finite,
             "worker_errors": [errors.kept.worker_values() for errors in self.units],
             "server_errors": [errors.kept.server_values() for errors in self._units],
+            "beside": None if self._beside.averages is None else self._beside.averages.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -376,6 +409,14 @@ class FSDPCompression:
             ValueError: If the state dict does not fit; nothing has changed then.
         """
         check_place(state_dict, self._place())
+        beside = state_dict.get("beside")
+        if (beside is None) != (self._beside.averages is None):
+            raise ValueError(
+                "only one of the state dict and this model has trainable parameters beside the shards of FSDP2: load "
+                "it with the same parameters"
+            )
+        if self._beside.averages is not None and beside is not None:
+            self._beside.averages.load_state_dict(beside)
         rows = zip(self.units, state_dict["worker_errors"], state_dict["server_errors"], strict=True)
         for errors, worker, server in rows:
             errors.kept.copy_(worker, server)
@@ -402,6 +443,7 @@ class FSDPCompression:
             return
         self._check_numel(errors.unit, grads.numel())
         self._keep_memory(grads)
+        self._check_ranks()
         self._enter_pass()
         if errors.holds_back(grads):
             return
@@ -411,6 +453,7 @@ class FSDPCompression:
         """Average the gradients of a unit in the place of a reduce-scatter ``op``. FSDP2 calls, on its stream."""
         self._check_numel(errors.unit, shard.numel())
         self._keep_memory(grads)
+        self._check_ranks()
         self._enter_pass()
         ranks = self.communicator.world_size
         factor = ranks / errors.unit.divisor(op, ranks)
@@ -431,17 +474,16 @@ class FSDPCompression:
             grads.record_stream(self._stream)
 
     def _enter_pass(self) -> None:
-        """Begin a backward pass with its first unit."""
+        """Begin a backward pass with its first unit, or with the first gradient beside the units; sends nothing."""
         task = torch._C._current_graph_task_id()
         if task == self._pass:
             return
-        self._check_ranks()
         self._announcement.begin(self)
         self._pass, self._faults, self._scale = task, [], scale_of(self._loss_scale)
         kept = self._handed_out.begin(is_first=True)
         for errors in self._units:
             errors.begin_pass(kept(errors.members))
-        Variable._execution_engine.queue_callback(self._end_pass)
+        after_backward(self._end_pass)  # FSDP2 itself may send units at the end
 
     @torch.no_grad()
     def _end_pass(self) -> None:
@@ -459,10 +501,14 @@ class FSDPCompression:
             errors.end_pass(dropped)
         self._handed_out.hand_out()
         self._pass, self._faults = -1, []
-        if not exchanged:  # all gradients wait for a later pass
+        beside = self._beside.averages if self._beside.are_due else None
+        if beside is not None:
+            beside.average_in_pass()
+        elif not exchanged:  # all gradients wait for a later pass
             return
-        self._record.passes.check(now=False)
-        self._skipped += dropped
+        if exchanged:
+            self._record.passes.check(now=False)
+            self._skipped += dropped
         self.steps += 1
         self.traffic.end_step()
         self._announcement.end(self)
@@ -527,7 +573,7 @@ def compress_fsdp(
 ) -> FSDPCompression:
     """Average the gradients of a model that FSDP2 shards by low-bit messages.
 
-    Any optimizer follows. With replicas, the messages travel between them::
+    Any ordinary optimizer follows. With replicas, the messages travel between them::
 
         mesh = init_device_mesh("cuda", (nodes, ranks_per_node), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh["shard"])
@@ -540,11 +586,17 @@ def compress_fsdp(
     errors for every parameter of the model: 1.02 bytes, and as much again from the first gradient to the end of
     backward.
 
+    Trainable parameters that no ``fully_shard`` call manages, such as adapters that PEFT adds to a model which was
+    sharded when it was loaded, get rank 0's values now (or before the first forward in training), and their gradients
+    are averaged over all ranks of the mesh after each backward pass that sends gradients. Torch's own
+    ``clip_grad_norm_`` cannot mix them with shards: clip by :meth:`FSDPCompression.clip_grad_norm_`.
+
     Args:
         model: The model, after its last ``fully_shard`` call. Parameters that are frozen now stay so.
         mesh: 1-D: the ranks that share the model. 2-D: the replicas, one per node or several, and the ranks that share
             each.
-        compression: "int4" or "int8".
+        compression: "int4" or "int8". "float32" leaves gradients of units to FSDP2, and averages those of other
+            parameters in full precision.
         bucket_cap_mb: MiB of float32 gradients that are sent together, > 0; a unit is one bucket or more. None is 100
             on CUDA devices, 25 on others.
         loss_scale: Returns the factor that the gradients of the coming step carry, such as a ``GradScaler.get_scale``;

@@ -51,6 +51,11 @@ class Unit:
         return not self.group.all_reduce_grads
 
     @property
+    def is_synchronizing(self) -> bool:
+        """False after ``set_requires_gradient_sync(False)``, which asks to keep gradients local."""
+        return bool(self.group.reduce_grads)
+
+    @property
     def params(self) -> list[Any]:
         """The trainable parameters, as DTensors."""
         return [param for param in map(_parameter_of, self.group.fsdp_params) if param.requires_grad]
@@ -147,17 +152,17 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
     return list(found.values())
 
 
-def outside(model: nn.Module, units: Iterable[Unit]) -> list[str]:
-    """Name the trainable parameters that FSDP2 does not manage, and whose gradients nobody averages."""
+def outside(model: nn.Module, units: Iterable[Unit]) -> list[tuple[str, nn.Parameter]]:
+    """The trainable parameters, with their names, that FSDP2 does not manage, and whose gradients it does not send."""
     managed: set[tuple[int, str]] = set()
     for info in (param._module_info for unit in units for param in unit.group.fsdp_params):
         managed.add((id(info.module), info.param_name))
         managed.update(zip(map(id, info.shared_modules), info.shared_param_names, strict=True))
-    found: list[str] = []
+    found: list[tuple[str, nn.Parameter]] = []
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
             if param.requires_grad and (id(module), name) not in managed:
-                found.append(f"{prefix}.{name}" if prefix else name)
+                found.append((f"{prefix}.{name}" if prefix else name, param))
     return found
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.collectives.ddp import attach_ddp, find_sync
 from hf_compressopt.fsdp.compression import FSDPCompression, compress_fsdp
-from hf_compressopt.grad_compression import GradientCompression, MessageOptions, compress_hook
+from hf_compressopt.grad_compression import FULL, GradientCompression, MessageOptions, compress_hook
 from hf_compressopt.integrations.algorithms import (
     Ours,
     all_parameters,
@@ -85,6 +85,11 @@ class Models:
             comes_later = not owners and not params.isdisjoint(waiting)
             if compression != "none" and not comes_later and find_compression(model) is None:
                 check_no_hook(own_hook, "grad_compression")
+                if compression == FULL:
+                    raise ValueError(
+                        f"grad_compression={FULL} is for parameters beside those that FSDP2 shards: "
+                        "DistributedDataParallel averages in full precision by itself; leave grad_compression out"
+                    )
                 ignored, group = model.parameters_to_ignore, model.process_group  # experts that each rank has
                 named = [(name, p) for name, p in model.module.named_parameters() if name not in ignored]
                 cap = messages.bucket_cap_mb or model.bucket_bytes_cap / 2**20
@@ -102,7 +107,7 @@ class Models:
                 "have no effect with FSDP, whose mesh says which ranks share a node: leave them out"
             )
         for model in map(without_compile, models):
-            if all(state.model is not model for state in self._sharded):
+            if self.compression_of(model) is None:
                 params: Iterator[Any] = model.parameters()
                 mesh = next(param.device_mesh for param in params if is_dtensor(param))
                 state = compress_fsdp(
@@ -122,6 +127,11 @@ class Models:
             names = model.parameters_to_ignore
             found += [(name, param) for name, param in model.module.named_parameters() if name in names]
         return found
+
+    def compression_of(self, model: nn.Module) -> FSDPCompression | None:
+        """Return what averages the gradients of a model that FSDP2 shards; None if FSDP2 itself does."""
+        inner = without_compile(model)
+        return next((state for state in self._sharded if state.model is inner), None)
 
     def compressions(self) -> list[GradientCompression | FSDPCompression]:
         return [*filter(None, map(find_compression, self._ddp)), *self._sharded]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hf_compressopt.grad_compression import FORMATS, GradientCompression, MessageOptions
+from hf_compressopt.grad_compression import FORMATS, FULL, GradientCompression, MessageOptions
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES, saves_shards
 from hf_compressopt.optim.onebit_adam import OnebitAdam
 from hf_compressopt.optim.options import check_zero_stage
@@ -69,7 +69,7 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
         check_param_compression(pairs.get("param_compression", "none"), stage)
         if stage is None:
             pairs.pop("param_compression", None)
-    if found.grad_compression in FORMATS:
+    if found.grad_compression in (*FORMATS, FULL):
         legal_here = _of_messages()
         found.messages = {key: parse(key, pairs.pop(key), legal_here[key].kinds) for key in legal_here.keys() & pairs}
         MessageOptions(**found.messages)
@@ -104,8 +104,9 @@ def _take_stage(name: str, pairs: dict[str, str]) -> int | None:
 
 
 def check_grad_compression(value: str, other: str) -> None:
-    if value not in (*FORMATS, "none"):
-        raise ValueError(f"grad_compression must be one of {[*FORMATS, 'none']}, got {value!r}")
+    legal = [*FORMATS, FULL, "none"]
+    if value not in legal:
+        raise ValueError(f"grad_compression must be one of {legal}, got {value!r}")
     if value != "none" and other:
         raise ValueError(
             f"grad_compression={value} is for ordinary optimizers, such as adamw_torch: {other} sends gradients in a "
@@ -322,7 +323,8 @@ class CompressOptPlugin:
             "onebit_lamb"; "none" leaves every optimizer as it is.
         grad_compression: "int4" or "int8": average the gradients of ordinary optimizers in 4 or 8 bits per element. Not
             supported with the optimizers above, so ``optimizer`` is "none" then. With zero_stage it is ZeroOptimizer's
-            option.
+            option. "float32" is for models that FSDP2 shards: trainable parameters beside the shards, such as adapters
+            that came later, are averaged in full precision, and the others by FSDP2.
         param_compression: "int4" or "int8": send updated parameters so too, with zero_stage.
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the steps of a learning-rate
             scheduler given to ``prepare``.

@@ -86,6 +86,8 @@ def register() -> None:
     wrap(Trainer, "evaluate", _with_averaged_parameters)
     wrap(Trainer, "predict", _with_averaged_parameters)
     wrap(Trainer, "save_model", _save_model)
+    if hasattr(Trainer, "_sync_replicated_trainable_parameters"):  # newer ones average them by themselves
+        wrap(Trainer, "_sync_replicated_trainable_parameters", _average_beside_shards)
     for module in (trainer, trainer_utils):
         module.get_last_checkpoint = partial(_get_last_checkpoint, trainer_utils.get_last_checkpoint)
     accelerate.register()
@@ -247,6 +249,12 @@ def _create_optimizer(original: Callable[..., Any], self: Trainer, *args: Any, *
         made_of = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
         inner.defer_schedule(list(made_of[1]))  # the options that the user gave
     return result
+
+
+def _average_beside_shards(original: Callable[..., Any], self: Trainer, model: Any) -> None:
+    """Average what lies beside shards once: by grad_compression if it was asked for, and else by Trainer itself."""
+    if attachment_of(self).models.compression_of(model) is None:
+        original(self, model)
 
 
 def _create_scheduler(

@@ -510,7 +510,7 @@ def test_gradients_of_a_later_pass_keep_their_memory_too(monkeypatch: pytest.Mon
     """FSDP2 drops the buffer of a unit right after the hook, and the next unit's reduce-scatter may get its memory."""
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: None)
     compression, errors = FSDPCompression.__new__(FSDPCompression), UnitErrors.__new__(UnitErrors)
-    compression.communicator, compression._pass = SimpleNamespace(world_size=2), -1
+    compression.communicator, compression._pass, compression._checked = SimpleNamespace(world_size=2), -1, True
     errors.unit, errors.waiting = SimpleNamespace(numel=3, more_to_come=True), None
     grads = torch.ones(3).as_subclass(OnGPU)
     OnGPU.done.clear()

@@ -342,7 +342,20 @@ def fsdp_adapter_beside_shards(method: Method) -> Trained:
     mesh = sharded(model)
     model.adapter = adapter_of()
     compress_fsdp(model, mesh, method.compression)
-    raise AssertionError("compress_fsdp took it")
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    loss = lambda n: model(batch(n), model.adapter)  # noqa: E731
+    return list(model.adapter.parameters()), stepping(method, optimizer, loss, loss)
+
+
+def fsdp_adapter_after_a_step(method: Method) -> Trained:
+    """An adapter that comes when training has begun."""
+    model = Net()
+    compress_fsdp(model, sharded(model), method.compression)
+    model(batch(0)).backward()
+    model.adapter = adapter_of()
+    optimizer = torch.optim.AdamW(model.named_parameters(), **ADAM)
+    loss = lambda n: model(batch(n), model.adapter)  # noqa: E731
+    return list(model.adapter.parameters()), stepping(method, optimizer, loss, loss)
 
 
 def fsdp_module_outside(method: Method) -> Trained:
@@ -400,7 +413,8 @@ SITUATIONS = {
         accelerate_half_partitioned, ALL, "head.weight|the model has parameters in .* and in AdamW", LOW
     ),
     "Trainer: forward goes around": Situation(trainer_forward_around, ALL, "transformer.wte.weight", STEP_SENDS),
-    "FSDP2: an adapter beside the shards": Situation(fsdp_adapter_beside_shards, LOW, "adapter.weight"),
+    "FSDP2: an adapter beside the shards": Situation(fsdp_adapter_beside_shards, LOW, "", LOW),
+    "FSDP2: an adapter that comes after a step": Situation(fsdp_adapter_after_a_step, LOW, "adapter.weight"),
     "FSDP2: a module outside": Situation(fsdp_module_outside, LOW, "adapter.weight"),
 }
 

@@ -1,0 +1,163 @@
+"""Trainable parameters beside the units of FSDP2: adapters that are added after ``fully_shard``, and late heads.
+
+FSDP2 neither gives its ranks the same values of them nor averages their gradients, so that every rank would train its
+own. Here all ranks take rank 0's values once, and average the gradients over the whole mesh at the end of every
+backward pass that sends gradients, behind the messages of the units: whatever order the graphs of the ranks have, the
+messages have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_compressopt.collectives.buffers import broadcast_together
+from hf_compressopt.collectives.communicator import all_reduce_bytes
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.fsdp.units import Unit, outside
+from hf_compressopt.grad_compression import GradientCompression
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
+
+
+class BesideUnits:
+    """The parameters of a model that no unit manages, from the moment at which they are found.
+
+    That is where this object is made, or else before the first forward in training: PEFT may add adapters to a model
+    that has been prepared. Those that come later nobody averages, and the first step with them raises an error.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        mesh: DeviceMesh,
+        compression: str,
+        gradient_came: Callable[[], None],
+        **options: Any,
+    ) -> None:
+        """Find them. All ranks call.
+
+        Args:
+            model: The model.
+            units: Its units, those without trainable parameters too.
+            mesh: All ranks that train the model.
+            compression: The form in which the gradients travel, as for GradientCompression.
+            gradient_came: Is called for each of their gradients, in every backward pass.
+            **options: Further options of GradientCompression.
+        """
+        self.averages: GradientCompression | None = None
+        self._model, self._units, self._replicated = model, units, mesh.ndim == 2
+        self._compression, self._gradient_came = compression, gradient_came
+        self._options = {**options, "process_group": _group_of(mesh)}
+        self._handles: list[RemovableHandle] = []
+        finalize(self, _remove, self._handles).atexit = False
+        self.find()
+        self._late = model.register_forward_pre_hook(self._find_late)
+
+    @property
+    def are_due(self) -> bool:
+        """True if the pass under way is one that sends gradients."""
+        return self.averages is not None and all(
+            unit.is_synchronizing and not (self._replicated and unit.more_to_come) for unit in self._units
+        )
+
+    def describe(self) -> str:
+        """What becomes of them, for a log, to be put behind a sentence; "" if there are none."""
+        if self.averages is None:
+            return ""
+        numel = self.averages.layout.numel
+        return (
+            f"; {numel:,} trainable parameters beside the shards are rank 0's on all ranks, and their gradients "
+            f"{self.averages.form}, {self.averages.communicator}"
+        )
+
+    def find(self) -> GradientCompression | None:
+        """Find the parameters, give them rank 0's values, and return their averages. All ranks call."""
+        named = outside(self._model, self._units)
+        devices = [param.device for _, param in named] + [unit.device for unit in self._units]
+        ranks = TorchCommunicator(self._options["process_group"], device=devices[0] if devices else None)
+        rows = [f"{name} {list(param.shape)} {param.dtype}" for name, param in named]
+        ranks.require_equal_rows("the trainable parameters beside those that FSDP2 shards", rows)
+        known = set() if self.averages is None else set(self.averages.params)
+        if known == {param for _, param in named}:
+            return self.averages
+        if self.averages is not None:
+            _remove(self._handles)
+            self.averages.close()
+        self.averages = GradientCompression(named, self._compression, **self._options)
+        self.averages.leave_lines_to_others()
+        broadcast_together(ranks, self.averages.params)
+        for param in self.averages.params:
+            self._handles.append(param.register_post_accumulate_grad_hook(self._came))
+        return self.averages
+
+    def _came(self, _: Tensor) -> None:
+        self._gradient_came()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _find_late(self, model: nn.Module, args: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._late.remove()
+            self.find()
+
+
+def together(units: dict[str, float], full: float, beside: GradientCompression) -> dict[str, float]:
+    """Return the metrics of units, which send ``full`` bytes in a step without compression, and of what is beside."""
+    own = beside.metrics()
+    node_size = beside.communicator.topology.node_size
+    whole = full + all_reduce_bytes(beside.params, beside.communicator.world_size)
+    on_link = units["bytes_sent_step"] + own["bytes_sent_step"] * node_size
+    found = {name: value + units.get(name, 0.0) for name, value in own.items()}
+    found["steps_not_finite"] = max(own["steps_not_finite"], units["steps_not_finite"])  # mostly those of one step
+    found["compression_ratio"] = whole / on_link if on_link else 1.0
+    return found
+
+
+def is_mixed(parameters: Iterable[Tensor]) -> bool:
+    """True if some parameters with a gradient are sharded, and others are not."""
+    return len({hasattr(param, "device_mesh") for param in parameters if param.grad is not None}) > 1
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Clip gradients of whole tensors and of shards by the norm of all of them, and return it. All ranks call."""
+    from torch.distributed.tensor import DTensor
+
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for param in parameters:
+        if param.grad is not None:
+            by_mesh.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
+    norms: list[Tensor] = []
+    for params in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    if not norms:
+        return torch.zeros(())
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    for mesh, params in by_mesh.items():
+        own = total if mesh is None else DTensor.from_local(total, mesh)
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, own)
+    return total
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return the process group of all ranks of a mesh; None is the default group. All of them call."""
+    group: dist.ProcessGroup | None = None
+    if mesh.ndim == 1:
+        group = mesh.get_group(0)
+    elif (ranks := mesh.mesh.flatten().tolist()) != list(range(dist.get_world_size())):
+        group = dist.new_group(ranks, use_local_synchronization=True)
+    return group
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
