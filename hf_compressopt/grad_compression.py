@@ -51,8 +51,6 @@ FORMATS = {"int4": 4, "int8": 8}
 #: Averages as they are, without errors: what a rank must send beside messages of another kind.
 FULL = "float32"
 _FULL_BITS = 32
-#: Legal values of the option ``state``.
-STATES = ("compact", "float32")
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ class MessageOptions(TopologyOptions):
 
     Attributes:
         bucket_cap_mb: See :class:`GradientCompression`; None is the model's DDP's.
-        state: See :class:`GradientCompression`.
 
     Raises:
         ValueError: For an option outside its range.
@@ -69,13 +66,11 @@ class MessageOptions(TopologyOptions):
     """
 
     bucket_cap_mb: float | None = None
-    state: str = "compact"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bucket_cap_mb is not None:
             bucket_numel_of(self.bucket_cap_mb)
-        check_state(self.state)
 
 
 class GradientCompression:
@@ -100,6 +95,9 @@ class GradientCompression:
         steps_not_finite: Those of them whose gradients were not finite, which a GradScaler would skip.
     """
 
+    #: Whether errors lie in 8 bits, 1.02 bytes each; else in float32.
+    compact = True
+
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[tuple[str, Tensor]],
@@ -112,7 +110,6 @@ class GradientCompression:
         topology: str = AUTO,
         node_size: int | None = None,
         node_bits: int = 32,
-        state: str = "compact",
     ) -> None:
         """Allocate the errors; before ``init_process_group``, check the options only.
 
@@ -130,14 +127,12 @@ class GradientCompression:
             topology: As for :class:`~hf_compressopt.OnebitAdam`.
             node_size: Likewise.
             node_bits: Likewise.
-            state: "compact" keeps errors in 8 bits, 1.02 bytes each; "float32" rounds nothing.
 
         Raises:
             ValueError: For an option outside its range, and for parameters on several devices.
             TypeError: For what are no parameters, and for those of another dtype than float32, bfloat16 or float16.
         """
         self.bits = bits_of("compression", compression)
-        check_state(state)
         wanted = TopologyOptions(topology, node_size, node_bits)
         rows = [p if isinstance(p, tuple) else (str(index), p) for index, p in enumerate(_iterable(params))]
         named = {p: name for name, p in rows if p.requires_grad}  # a tensor that is given twice counts once
@@ -154,7 +149,7 @@ class GradientCompression:
         #: A step that was exchanged, and whether its gradients were not finite, on its way from a device.
         self._fault: tuple[int, Callable[[], Tensor]] | None = None
         self._ranks_asked_for = communicator, process_group, wanted
-        self._is_compact, self._loss_scale = state == "compact", loss_scale
+        self._loss_scale = loss_scale
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self._connected: tuple[Communicator, ErrorFeedback] | None = None
         self._rows, self._record = rows, SendRecord("GradientCompression")
@@ -173,7 +168,7 @@ class GradientCompression:
             flat = make_communicator(name, group, device=device, traffic=self.traffic, cuda_aware=False)
             communicator = with_topology(flat, wanted)
             sends_integers = self.bits in FORMATS.values()
-            errors = ErrorFeedback(self.layout, communicator, device, compact=self._is_compact, used=sends_integers)
+            errors = ErrorFeedback(self.layout, communicator, device, compact=self.compact, used=sends_integers)
             self._connected = communicator, errors
             self._record = self._answer(self._rows)
             self._watch()
@@ -492,12 +487,6 @@ def bits_of(option: str, value: str) -> int:
 def name_of(bits: int) -> str:
     """Return the value of an option that stands for so many bits."""
     return next((name for name, each in FORMATS.items() if each == bits), FULL)
-
-
-def check_state(state: str) -> None:
-    """Check a value of the option ``state``."""
-    if state not in STATES:
-        raise ValueError(f"state must be one of {list(STATES)}, got {state!r}")
 
 
 def check_place(state_dict: dict[str, Any], mine: dict[str, Any]) -> None:

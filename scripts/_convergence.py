@@ -122,6 +122,7 @@ class Run:
         return self.optimizer not in PARTNER and not (self.gradients or self.rival or self.zero)
 
 
+#: The form of the state, which was an option when most runs were made: see :func:`in_form`.
 FLOAT32, COMPACT = {"state": "float32"}, {"state": "compact"}
 ADAM_FAMILY = ("AdamW", "int4", "OnebitAdam", "ZeroOneAdam")
 PRETRAINING = Run("pretraining", "AdamW", text="library")
@@ -134,6 +135,14 @@ TASKS: dict[str, tuple[dict[str, Any], Sequence[float]]] = {
 }
 NANO: dict[str, Any] = {"model": NANOGPT, "text": "Shakespeare", "steps": 2000}
 BOTH_INT4 = {"stage": 2, "grad_compression": "int4", "param_compression": "int4"}
+
+
+def in_form(cls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a class that keeps its state in the form of a run, and the run's other options."""
+    others = {name: value for name, value in options.items() if name != "state"}
+    if "state" in options:
+        cls = type(cls.__name__, (cls,), {"compact": options["state"] == "compact"})
+    return cls, others
 
 
 def named(*runs: Run) -> dict[str, Run]:
@@ -547,7 +556,8 @@ class Training:
         if self.compressed or run.zero:
             options["communicator"] = self.ours
         if self.compressed:
-            self.optimizer = getattr(hf_compressopt, run.optimizer)(groups, **options, **run.options)
+            cls, own = in_form(getattr(hf_compressopt, run.optimizer), run.options)
+            self.optimizer = cls(groups, **options, **own)
             self.optimizer.scale_schedule(steps, given=run.options)
         elif run.zero:
             self.optimizer = hf_compressopt.ZeroOptimizer(groups, torch.optim.AdamW, **options, **run.zero)
@@ -558,9 +568,8 @@ class Training:
         if run.gradients and mesh is not None:
             self.sharded = hf_compressopt.compress_fsdp(model, mesh, run.gradients)
         elif run.gradients:
-            kept = {"state": "float32", **run.options}
-            named = model.named_parameters()
-            self.low_bit = hf_compressopt.GradientCompression(named, run.gradients, communicator=self.ours, **kept)
+            cls, own = in_form(hf_compressopt.GradientCompression, FLOAT32 | run.options)
+            self.low_bit = cls(model.named_parameters(), run.gradients, communicator=self.ours, **own)
         elif run.rival:
             self.rival = RIVALS[run.rival](self.params, self.ours, **run.rival_options)
 

@@ -40,13 +40,19 @@ from hf_compressopt.zero.memory import release_memory, resident_bytes
 BLOCK = 4 * MIB
 
 
+class WideOnebitAdam(OnebitAdam):
+    """One that keeps all state in float32, so that a checkpoint is large."""
+
+    compact = False
+
+
 def make(options: dict[str, Any]) -> torch.optim.Optimizer:
     """An optimizer with state, of square matrices of about as many elements as asked for, alike on all ranks."""
     torch.manual_seed(0)
     width = options["width"]
     params = [nn.Parameter(torch.randn(width, width)) for _ in range(max(options["parameters"] // width**2, 1))]
     if options["optimizer"] == "onebit":
-        return OnebitAdam(params, lr=1e-3, freeze_step=1, state="float32")
+        return WideOnebitAdam(params, lr=1e-3, freeze_step=1)
     optimizer = ZeroOptimizer(params, torch.optim.AdamW, stage=1, lr=1e-3)
     sum(p.square().mean() for p in params).backward()
     optimizer.step()

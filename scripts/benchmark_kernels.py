@@ -309,11 +309,19 @@ def benchmark_whole_step(numels: list[int], rounds: int, device: torch.device) -
 # -- a step on several ranks ------------------------------------------------------------------------------------------
 
 
-def compressed_step(numels: list[int], state: str, bucket_cap_mb: float = 25.0) -> Callable[[], Any]:
+class WideOnebitAdam(OnebitAdam):
+    """One that keeps all state in float32, for comparison."""
+
+    compact = False
+
+
+def compressed_step(
+    numels: list[int], cls: type[OnebitAdam] = OnebitAdam, bucket_cap_mb: float = 25.0
+) -> Callable[[], Any]:
     """The step of an optimizer in its compressed stage."""
     torch.manual_seed(0)
     params = parameters(numels)
-    optimizer = OnebitAdam(params, lr=1e-6, weight_decay=0.01, freeze_step=2, state=state, bucket_cap_mb=bucket_cap_mb)
+    optimizer = cls(params, lr=1e-6, weight_decay=0.01, freeze_step=2, bucket_cap_mb=bucket_cap_mb)
     for _ in range(2):
         optimizer.step()  # the same gradients on all ranks, as if they were averaged
     torch._foreach_mul_([p.grad for p in params], 1.0 + dist.get_rank())
@@ -328,7 +336,7 @@ def compare_steps(rank: int, _: Path, numels: list[int], rounds: int) -> None:
     for param, grad in zip(params, flat.split(numels), strict=True):
         param.grad = grad
     baseline = torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01, fused=True)
-    wide = compressed_step(numels, "float32")
+    wide = compressed_step(numels, WideOnebitAdam)
 
     def all_reduce_and_adam() -> None:
         flat.mul_(1 / dist.get_world_size())
@@ -341,10 +349,10 @@ def compare_steps(rank: int, _: Path, numels: list[int], rounds: int) -> None:
 
     variants: Variants = {
         "all_reduce + torch AdamW, fused": all_reduce_and_adam,
-        f"OnebitAdam, compressed, {kernels.implementation(CPU)}": compressed_step(numels, "compact"),
-        f"the same, bucket_cap_mb={LARGE_BUCKETS:g}": compressed_step(numels, "compact", LARGE_BUCKETS),
-        "the same, state=float32": wide,
-        "the same, state=float32, reference kernels": reference_step,
+        f"OnebitAdam, compressed, {kernels.implementation(CPU)}": compressed_step(numels),
+        f"the same, bucket_cap_mb={LARGE_BUCKETS:g}": compressed_step(numels, bucket_cap_mb=LARGE_BUCKETS),
+        "the same, all state in float32": wide,
+        "the same, all state in float32, reference kernels": reference_step,
     }
     title = f"{sum(numels)} parameters, {dist.get_world_size()} gloo ranks over loopback, 1 thread each"
     seconds = medians(variants, rounds, before=lambda _: dist.barrier())

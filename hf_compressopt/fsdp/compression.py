@@ -50,7 +50,6 @@ from hf_compressopt.grad_compression import (
     GradientCompression,
     bits_of,
     check_place,
-    check_state,
     name_of,
     scale_of,
     warn_not_finite,
@@ -90,15 +89,13 @@ class UnitErrors:
     ``kept`` changes where a step uses the averages; with replicas it tells the parameters of the unit apart.
     """
 
-    def __init__(
-        self, unit: Unit, bucket_numel: int, ranks: TorchCommunicator, bits: int, *, compact: bool, replicated: bool
-    ) -> None:
+    def __init__(self, unit: Unit, bucket_numel: int, ranks: TorchCommunicator, bits: int, *, replicated: bool) -> None:
         self.unit, self.replicated, self._ranks, self._bits = unit, replicated, ranks, bits
         if replicated:
             self.layout = FlatLayout.build(unit.numels, bucket_numel)
         else:
             self.layout = rows_layout(unit.numel, bucket_numel, ranks.world_size)
-        self.kept = ErrorFeedback(self.layout, ranks, unit.device, compact=compact, used=True, served=replicated)
+        self.kept = ErrorFeedback(self.layout, ranks, unit.device, compact=True, used=True, served=replicated)
         self.goes_on: Sequence[bool] = ()  # whose gradients of earlier passes are in those of the pass under way
         self.used = False  # in the pass under way
         self.waiting: Tensor | None = None  # gradients of earlier passes that have not been exchanged
@@ -264,18 +261,17 @@ class FSDPCompression:
         bits: int,
         bucket_numel: int,
         loss_scale: Callable[[], float] | None,
-        compact: bool,
     ) -> None:
-        """Allocate the errors, in 8 bits if they are ``compact``, and hook into FSDP2: see :func:`compress_fsdp`."""
+        """Allocate the errors, in 8 bits, and hook into FSDP2: see :func:`compress_fsdp`."""
         self.bits, self.traffic, self._bucket_numel = bits, Traffic(), bucket_numel
         self.model, units = model, units_of(model, mesh)
         device, self.replicated = units[0].device if units else torch.device("cpu"), mesh.ndim == 2
         self.communicator = self.replica = TorchCommunicator(mesh.get_group(0), device=device, traffic=self.traffic)
         if self.replicated:
             self.replica = TorchCommunicator(mesh.get_group(1), device=device, traffic=self.traffic.inside_node())
-        form = {"compact": compact, "replicated": self.replicated}
         trained = [unit for unit in units if unit.names and bits in FORMATS.values()]
-        self._units = [UnitErrors(unit, bucket_numel, self.communicator, bits, **form) for unit in trained]
+        made_of = bucket_numel, self.communicator, bits
+        self._units = [UnitErrors(unit, *made_of, replicated=self.replicated) for unit in trained]
         several = next((each for each in (self.communicator, self.replica) if each.world_size > 1), None)
         self._record = SendRecord("compress_fsdp", communicator=several)
         for unit in trained:
@@ -292,10 +288,8 @@ class FSDPCompression:
         self._stream: torch.Stream | None = None
         if not self.replicated:
             self._check_ranks()
-        options = {"bucket_cap_mb": bucket_numel * 4 / 2**20, "state": "compact" if compact else "float32"}
-        self._beside = BesideUnits(
-            model, units, mesh, name_of(bits), self._enter_pass, loss_scale=loss_scale, **options
-        )
+        options: dict[str, Any] = {"bucket_cap_mb": bucket_numel * 4 / 2**20, "loss_scale": loss_scale}
+        self._beside = BesideUnits(model, units, mesh, name_of(bits), self._enter_pass, **options)
         for errors in self._units:
             if self.replicated:
                 errors.unit.set_hook(partial(self._average, errors))
@@ -569,7 +563,6 @@ def compress_fsdp(
     *,
     bucket_cap_mb: float | None = None,
     loss_scale: Callable[[], float] | None = None,
-    state: str = "compact",
 ) -> FSDPCompression:
     """Average the gradients of a model that FSDP2 shards by low-bit messages.
 
@@ -601,7 +594,6 @@ def compress_fsdp(
             on CUDA devices, 25 on others.
         loss_scale: Returns the factor that the gradients of the coming step carry, such as a ``GradScaler.get_scale``;
             None stands for 1.
-        state: "compact" keeps errors in 8 bits, 1.02 bytes each; "float32" rounds nothing.
 
     Returns:
         The state: its errors (``state_dict()``) and its ``metrics()``. The model keeps it alive.
@@ -614,7 +606,6 @@ def compress_fsdp(
     if not hasattr(mesh, "get_group"):
         raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}: call compress_fsdp(model, mesh, 'int4')")
     bits = bits_of("compression", compression)
-    check_state(state)
     if mesh.ndim == 2 and mesh.size(0) == 1 and mesh.get_rank() == 0:
         logger.warning(
             "grad_compression=%s compresses nothing: the mesh has one replica of %d rank(s), which sends nothing to "
@@ -623,4 +614,4 @@ def compress_fsdp(
             mesh.size(1),
         )
     bucket_numel = bucket_numel_of(bucket_cap_mb, mesh.device_type)
-    return FSDPCompression(model, mesh, bits, bucket_numel, loss_scale, compact=state == "compact")
+    return FSDPCompression(model, mesh, bits, bucket_numel, loss_scale)

@@ -248,7 +248,6 @@ RULES: list[Rule] = [
             remark="what DeepSpeed computed",
         ),
         becomes("warmup_bits", when=lambda f: f.as_deepspeed, default=32, remark="what DeepSpeed computed"),
-        becomes("state", when=lambda f: f.as_deepspeed, default="float32", remark="what DeepSpeed computed"),
         becomes("max_update", when=lambda f: f.as_deepspeed, default=0, remark="what DeepSpeed computed"),
         becomes("trust_ratio", when=lambda f: f.frozen_ratio, default="frozen", remark="what DeepSpeed computed"),
         differs(
@@ -281,12 +280,9 @@ RULES: list[Rule] = [
         ),
         differs(
             "state",
-            when=lambda f: f.optim == "onebit_adam" and not f.as_deepspeed,
+            when=lambda f: f.optim == "onebit_adam",
             default="float32",
-            remark=(
-                "DeepSpeed kept its state in float32, as state=float32 does here; compact, the default, keeps "
-                "errors and the frozen variance in 8 bits"
-            ),
+            remark="DeepSpeed kept its state in float32; here errors and the frozen variance lie in 8 bits",
         ),
     ),
     *in_section(

@@ -101,7 +101,7 @@ class Models:
         self, models: Iterable[nn.Module], compression: str, messages: MessageOptions, loss_scale: Callable[[], float]
     ) -> None:
         """Give every model that FSDP2 shards low-bit messages, unless it has them."""
-        if replace(messages, bucket_cap_mb=None, state="compact") != MessageOptions():
+        if replace(messages, bucket_cap_mb=None) != MessageOptions():
             raise ValueError(
                 f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "
                 "have no effect with FSDP, whose mesh says which ranks share a node: leave them out"
@@ -116,7 +116,6 @@ class Models:
                     compression,
                     bucket_cap_mb=messages.bucket_cap_mb,
                     loss_scale=loss_scale,
-                    state=messages.state,
                 )
                 self._sharded[state] = None
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hf_compressopt.grad_compression import FORMATS, FULL, GradientCompression, MessageOptions
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES, saves_shards
 from hf_compressopt.optim.onebit_adam import OnebitAdam
-from hf_compressopt.optim.options import check_zero_stage
+from hf_compressopt.optim.options import NO_STATE, check_zero_stage
 from hf_compressopt.options import ACCEPTED, Option, did_you_mean, options_of, parse
 from hf_compressopt.zero.config import check_optimizer_class, check_stage
 from hf_compressopt.zero.optimizer import ZeroOptimizer
@@ -181,6 +181,8 @@ def _list_options(name: str) -> Iterator[str]:
 def _unknown(name: str, key: str, legal: Collection[str]) -> str:
     if key in _TRAINER_FLAGS:
         return f"optim_args: {key} is set by Trainer's {_TRAINER_FLAGS[key]}"
+    if key == "state":
+        return f"optim_args: {NO_STATE}"
     what = OPTIMIZERS[name].__name__ if name in OPTIMIZERS else name
     owners = [other for other in ALGORITHMS if key in text_options(ALGORITHMS[other])]
     has = f", which {' and '.join(owners)} have." if owners else did_you_mean(key, legal)
@@ -238,7 +240,7 @@ def partitioned(optimizer: torch.optim.Optimizer, stage: int, **options: Any) ->
 
 #: Fields that all compressed optimizers take as they are, if they are not None; and those of ZeroOptimizer.
 _COMMON = (
-    *("warmup_bits", "scale_block", "variance_floor", "max_update", "clip", "bucket_cap_mb", "state", "communicator"),
+    *("warmup_bits", "scale_block", "variance_floor", "max_update", "clip", "bucket_cap_mb", "communicator"),
     *("topology", "node_bits", "zero_stage"),
 )
 _ZERO = ("bucket_cap_mb", "communicator", "grad_compression", "param_compression", "topology")
@@ -268,6 +270,8 @@ def check_variables() -> None:
     legal = _variables()
     for name in sorted(os.environ):
         if name.startswith("COMPRESSOPT_") and name not in (*legal, *_OF_THE_BUILD):
+            if name == "COMPRESSOPT_STATE":
+                raise ValueError(f"{name}: {NO_STATE}")
             hint = did_you_mean(name, [*legal, "HF_COMPRESSOPT_KERNELS"])
             raise ValueError(f"no option has the environment variable {name}{hint}")
 
@@ -328,7 +332,6 @@ class CompressOptPlugin:
         param_compression: "int4" or "int8": send updated parameters so too, with zero_stage.
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the steps of a learning-rate
             scheduler given to ``prepare``.
-        state: "compact" or "float32"; None is the default of each optimizer and of GradientCompression.
         bucket_cap_mb: MiB of float32 values that are sent together, > 0. None is the size of DDP's buckets with
             grad_compression, else 100 on CUDA devices and 25 on others.
         communicator: "auto", or the name of a torch.distributed backend.
@@ -358,7 +361,6 @@ class CompressOptPlugin:
     grad_compression: str = _own("grad_compression", "none", str)
     total_steps: int | None = _own("total_steps", None, int, type(None))
     warmup_bits: int = _shared("warmup_bits")
-    state: str | None = _own("state", None, str, type(None))
     param_compression: str = _own("param_compression", "none", str)
     topology: str = _shared("topology")
     node_bits: int = _shared("node_bits")
@@ -383,8 +385,8 @@ class CompressOptPlugin:
         check_param_compression(self.param_compression, stage)
         if self.zero_stage and not self.partitions:
             check_takes_stage(self.optimizer, self.zero_stage)
-            cls, form = ALGORITHMS[self.optimizer], self.state or "compact"
-            check_zero_stage(self.zero_stage, cls.__name__, cls.zero_stages, self.warmup_bits, form, self.clip)
+            cls = ALGORITHMS[self.optimizer]
+            check_zero_stage(self.zero_stage, cls.__name__, cls.zero_stages, self.warmup_bits, self.clip)
 
     @property
     def partitions(self) -> bool:
@@ -393,7 +395,7 @@ class CompressOptPlugin:
 
     def message_options(self) -> MessageOptions:
         """The options of ``grad_compression``'s messages, checked."""
-        return MessageOptions(self.topology, None, self.node_bits, self.bucket_cap_mb, self.state or "compact")
+        return MessageOptions(self.topology, None, self.node_bits, self.bucket_cap_mb)
 
     @staticmethod
     def optimizer_from_env() -> str:
@@ -440,8 +442,10 @@ class CompressOptPlugin:
         return "none" if self.partitions else self.grad_compression
 
     def common_options(self) -> dict[str, Any]:
-        unset = {name for name in ("state", "bucket_cap_mb") if getattr(self, name) is None}
-        return {name: getattr(self, name) for name in _COMMON if name not in unset}
+        given = {name: getattr(self, name) for name in _COMMON}
+        if self.bucket_cap_mb is None:
+            del given["bucket_cap_mb"]
+        return given
 
     def zero_options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _ZERO}

@@ -26,12 +26,11 @@ from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
-from hf_compressopt.grad_compression import check_state
 from hf_compressopt.kernels import Average, Combination, IntegerFormat
 from hf_compressopt.optim import options
 from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads
 from hf_compressopt.optim.bucket_step import BucketStep, Exchange, finish
-from hf_compressopt.optim.group import STATE, ExtraState, GroupForm, GroupState, ParamGroups, by_communicator
+from hf_compressopt.optim.group import ExtraState, GroupForm, GroupState, ParamGroups, by_communicator
 from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.math import evaluate, in_float32
 from hf_compressopt.optim.sharded import FreedGradients
@@ -86,8 +85,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
             other tensors of fewer than 256 elements, travel in full precision beside. None is the papers' one scale
             per message, for small tensors too.
         bucket_cap_mb: MiB of float32 values that are sent together, > 0; None is 100 on CUDA devices, else 25.
-        state: "compact" keeps errors in 8 bits, and a frozen variance too, on a logarithmic scale; OnebitAdam's
-            momentum is then the last message. "float32" keeps everything in float32.
         topology: "flat"; "hierarchical": the ranks of a node average in full precision and send one message; "auto":
             "hierarchical" if the launcher has started several nodes of several ranks each.
         node_size: Consecutive ranks per node; None takes them from the launcher and the host names.
@@ -113,6 +110,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
     extra_state: tuple[ExtraState, ...] = ()
     #: For a stage, the state tensors that are each rank's own beside the errors; "param" stands for the parameters.
     own_tensors: ClassVar[Mapping[Stage, Sequence[str]]] = {}
+    #: Whether errors lie in 8 bits, and a frozen variance too, on a logarithmic scale; else all state is in float32.
+    compact: ClassVar[bool] = False
     #: Whether the servers' last message is the momentum, and takes its place in the compact state.
     momentum_is_message = False
     #: Legal values of ``clip``.
@@ -154,7 +153,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         clip: str = "sketch",
         scale_block: int | None = 4096,
         bucket_cap_mb: float | None = None,
-        state: str = STATE,
         topology: str = AUTO_TOPOLOGY,
         node_size: int | None = None,
         node_bits: int = 32,
@@ -172,12 +170,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._open = set(given) if freeze_step == AUTO else {"freeze_step", *given}
         options.check_at_least("max_grad_norm", max_grad_norm, 0)
         options.check_scale_block(scale_block)
-        check_state(state)
         if clip not in self._clips:
             only = ", which only OnebitAdam has" if clip == "late" else ""
             raise ValueError(f"clip must be one of {list(self._clips)}, got {clip!r}{only}")
         self.warmup_bits = warmup_bits
-        self.compact = state == "compact"
         self._clip = clip
         self._check_options()
         communicator = options.resolve_communicator(communicator, comm_backend_name, cuda_aware)
@@ -332,7 +328,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def must_be_alike(self) -> list[Any]:
         """Return what the ranks compare before the first step: class, step and options, as JSON holds them."""
         chosen = [self.bucket_numel, self.scale_block, self.schedule.options(), self._clip, self.max_grad_norm]
-        return [type(self).__name__, self._step, repr([*chosen, self.warmup_bits, self.compact, *self._alike()])]
+        return [type(self).__name__, self._step, repr([*chosen, self.warmup_bits, *self._alike()])]
 
     def _alike(self) -> list[Any]:
         """Return what else must be alike on all ranks, for them to keep the same parameters."""

@@ -14,6 +14,7 @@ from hf_compressopt.optim.agreement import Grads
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import GroupState, ParamGroups, mean_variance_norm
 from hf_compressopt.optim.late import EarlyMessages
+from hf_compressopt.optim.options import NO_STATE
 from hf_compressopt.optim.sharded import FreedGradients, freeze_moments, take_sharded_step
 from hf_compressopt.optim.state import HISTORY
 from hf_compressopt.schedules import AUTO, StepPlan, carry_history, variance_stability
@@ -66,6 +67,8 @@ class CompressedAdam(CompressedOptimizer):
         amsgrad: bool = False,
         **options: Any,
     ) -> None:
+        if "state" in options:
+            raise TypeError(NO_STATE)
         self.freeze_threshold, self.zero_stage = freeze_threshold, zero_stage
         self.variance_floor, self.max_update = variance_floor, max_update
         if amsgrad:
@@ -80,8 +83,7 @@ class CompressedAdam(CompressedOptimizer):
             options.check_at_least(name, value, 0)
         if not 0 < self.freeze_threshold <= 1:
             raise ValueError(f"freeze_threshold must be in (0, 1], got {self.freeze_threshold}")
-        form = "compact" if self.compact else "float32"
-        chosen = self.zero_stages, self.warmup_bits, form, self._clip
+        chosen = self.zero_stages, self.warmup_bits, self._clip
         options.check_zero_stage(self.zero_stage, type(self).__name__, *chosen)
 
     def _alike(self) -> list[Any]:

@@ -105,10 +105,6 @@ def _spans(bucket: Bucket, first: int, last: int) -> Iterator[Span]:
             yield Span(piece.index, piece.start + low - begin, piece.start + high - begin, low - first)
 
 
-#: The default of the option ``state``, where an optimizer has none of its own.
-STATE = "float32"
-
-
 @dataclass
 class KeptAdam:
     """Operands of Adam for some parameters of a group, kept while its moments lie in the same buffers."""

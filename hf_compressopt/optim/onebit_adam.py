@@ -57,6 +57,7 @@ class OnebitAdam(CompressedAdam):
         TypeError: For parameters that no option can make work.
     """
 
+    compact = True
     momentum_is_message = True  # for the planner: after the switch the last message is the momentum
     _clips = CLIPS
     zero_stages = (0, 1, 2)
@@ -68,7 +69,6 @@ class OnebitAdam(CompressedAdam):
         *,
         fused_warmup: bool | None = None,
         overlap_comm: bool = False,
-        state: str = "compact",
         **options: Any,
     ) -> None:
         if fused_warmup is not None and not isinstance(fused_warmup, bool):
@@ -81,7 +81,7 @@ class OnebitAdam(CompressedAdam):
             )
         if (options.get("zero_stage") == 2 or overlap_comm) and options.get("clip", "sketch") == "sketch":
             options["clip"] = "late"
-        super().__init__(params, lr, state=state, **options)
+        super().__init__(params, lr, **options)
         if fused_warmup is not None:
             self._fused_warmup = fused_warmup
 

@@ -21,6 +21,11 @@ from hf_compressopt.optim.math import is_shard
 _NOT_LOADED = ("params", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 _NO_HYPERPARAMETERS = ("params", "param_names", "process_group", "exp_avg_mask")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Why there is no option "state".
+NO_STATE = (
+    "state is no option any more: OnebitAdam and gradients of 4 or 8 bits keep their errors, and OnebitAdam its frozen "
+    "variance, in 8 bits; ZeroOneAdam and OnebitLamb keep their state in float32. Leave it out"
+)
 
 
 def check_at_least(name: str, value: Any, low: float) -> None:
@@ -261,9 +266,7 @@ def group_from_plain(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_zero_stage(
-    stage: Any, name: str, stages: Sequence[int], warmup_bits: int, state: str, clip: str = "sketch"
-) -> None:
+def check_zero_stage(stage: Any, name: str, stages: Sequence[int], warmup_bits: int, clip: str = "sketch") -> None:
     if isinstance(stage, bool) or not isinstance(stage, int):
         raise TypeError(f"zero_stage must be an int, one of {list(stages)}, got {stage!r}")
     if stage and tuple(stages) == (0,):
@@ -273,8 +276,6 @@ def check_zero_stage(
         )
     if stage not in stages:
         raise ValueError(f"zero_stage must be one of {list(stages)}, got {stage}")
-    if stage and state != "compact":
-        raise ValueError(f"zero_stage={stage} needs state='compact', got {state!r}: moments are gathered in that form")
     if stage == 2 and clip == "local":
         raise ValueError(
             f"zero_stage=2 needs clip='late', its default, got {clip!r}: messages leave before the norm is known"

@@ -17,7 +17,6 @@ from hf_compressopt.flat import FLOAT_BYTES, bucket_numel_of, chunk_numel
 from hf_compressopt.integrations.algorithms import ALGORITHMS, ZERO_NAMES
 from hf_compressopt.kernels import INTEGER_BITS, CompactErrors, SignFormat
 from hf_compressopt.optim.base import CompressedOptimizer
-from hf_compressopt.optim.group import STATE
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_GRADIENT, Cluster, Model, Step, average
 from hf_compressopt.quantities import duration, with_unit
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
@@ -29,11 +28,11 @@ MEMORY = ("parameters", "gradients", "states", "buckets", "total")
 #: ZeRO with gradients and parameters in 4 bits, and FSDP2 without replicas.
 ZERO_INT4 = {stage: f"zero{stage}_adamw, int4" for stage in (1, 2)}
 FSDP2 = ("FSDP2", "FSDP2, int4 gradients")
-#: The forms of a compressed optimizer's state: "float32", the two stages of "compact", and those with
-#: a zero_stage. With ``zero_stage=2`` they are what is held from the backward pass to the step.
-FLOAT32, COMPACT_FIRST, COMPACT_THEN = "float32", "compact, warmup stage", "compact, then"
-ZERO1_FIRST = "zero_stage=1, warmup stage"
-ZERO2_FIRST, ZERO2_THEN = "zero_stage=2, warmup stage", "zero_stage=2, then"
+#: When a compressed optimizer's state has a size: always, if it is in float32, or in the two stages if it is compact.
+#: With ``zero_stage=2`` they are what is held from the backward pass to the step.
+ALWAYS, FIRST, THEN = "", ", warmup stage", ", then"
+ZERO1_FIRST = ", zero_stage=1, warmup stage"
+ZERO2_FIRST, ZERO2_THEN = ", zero_stage=2, warmup stage", ", zero_stage=2, then"
 _HALF_BYTES = 2
 _ENOUGH_STEPS = 100_000  # the stages have the same shares in a longer run
 _WHOLE_RUN, _EVERY_STEP = "whole run", "every step"
@@ -85,7 +84,7 @@ class Buckets:
         return self.worker_errors + server if self.world_size > 1 else 0
 
     def states(self, optimizer_class: type[CompressedOptimizer]) -> dict[str, int]:
-        """Bytes of a compressed optimizer's state by form; in the first compressed step compact moments lie in both."""
+        """Bytes of a compressed optimizer's state by stage; in the first compressed step moments lie in both forms."""
         several = self.world_size > 1
         own = FLOAT_BYTES * self.params * sum(state.per == "element" for state in optimizer_class.extra_state)
         momentum = FLOAT_BYTES * self.params
@@ -93,10 +92,12 @@ class Buckets:
             momentum = self.messages
         count = 1 + optimizer_class.has_variance
         moments, shard = (FLOAT_BYTES * count * numel for numel in (self.params, self.own_elements))
-        float_errors = FLOAT_BYTES * (-(-self.params // self.node_size) + -(-self.params // self.world_size)) * several
+        if not optimizer_class.compact:
+            errors = FLOAT_BYTES * (-(-self.params // self.node_size) + -(-self.params // self.world_size)) * several
+            return {ALWAYS: own + moments + errors}
         variance = self.params * optimizer_class.has_variance  # a byte per element
         then = own + momentum + variance + self.errors
-        found = {FLOAT32: own + moments + float_errors, COMPACT_FIRST: own + moments + self.errors, COMPACT_THEN: then}
+        found = {FIRST: own + moments + self.errors, THEN: then}
         if 1 in optimizer_class.zero_stages and several:
             found[ZERO1_FIRST] = own + shard + self.errors
             found[ZERO2_FIRST] = own + shard + self.errors + self.worker_errors  # new errors wait for the step
@@ -114,7 +115,7 @@ def memory_rows(
     *,
     accumulates: bool = False,
 ) -> dict[str, dict[str, int]]:
-    """Bytes on each rank, by optimizer and by content, with a row for each form of a compressed optimizer's state.
+    """Bytes on each rank, by optimizer and by content, with a row for each stage of a compact state.
 
     A compressed optimizer with ``zero_stage=2`` holds whole gradients while it ``accumulates`` micro-batches.
 
@@ -139,11 +140,11 @@ def memory_rows(
             estimates[name] = MemoryEstimate(shard[0], shard[1], shard[2] + held, plain.buckets)
     gradients = {ZERO2_FIRST: FLOAT_BYTES * buckets.own_elements, ZERO2_THEN: 0}
     if accumulates:
-        gradients = {form: full + held for form, held in gradients.items()}
+        gradients = {when: full + held for when, held in gradients.items()}
     for cls in ALGORITHMS.values():
-        for form, held in buckets.states(cls).items():
-            waiting = bucket_numel * dtype.itemsize if form in gradients else 0
-            estimates[f"{cls.__name__}, {form}"] = MemoryEstimate(full, gradients.get(form, full), held, waiting)
+        for when, held in buckets.states(cls).items():
+            waiting = bucket_numel * dtype.itemsize if when in gradients else 0
+            estimates[f"{cls.__name__}{when}"] = MemoryEstimate(full, gradients.get(when, full), held, waiting)
     return {name: {part: getattr(memory, part) for part in MEMORY} for name, memory in estimates.items()}
 
 
@@ -249,13 +250,11 @@ def _compressed(change: int, optim: str, stages: dict[str, Step], warmup_bits: i
     cls = ALGORITHMS[optim]
     options = [f"zero_stage={zero_stage}"] * bool(zero_stage) + [f"warmup_bits={warmup_bits}"] * bool(warmup_bits)
     flags = f"--optim {optim}" + f" --optim_args {','.join(options)}" * bool(options)
-    own = signature(cls).parameters.get("state")
-    is_compact = (STATE if own is None else own.default) != FLOAT32
-    by_stage = {1: (ZERO1_FIRST, COMPACT_THEN), 2: (ZERO2_FIRST, ZERO2_THEN)}
-    forms = by_stage.get(zero_stage, (COMPACT_FIRST, COMPACT_THEN) if is_compact else (FLOAT32,))
+    by_stage = {1: (ZERO1_FIRST, THEN), 2: (ZERO2_FIRST, ZERO2_THEN)}
+    stages_held = by_stage.get(zero_stage, (FIRST, THEN) if cls.compact else (ALWAYS,))
     name = f"{cls.__name__}, ZeRO-{zero_stage}" if zero_stage else cls.__name__
     note = "too short a run: stays in its warmup stage" if len(stages) == 2 else ""  # one stage, and the mean
-    return Way(change, name, flags, [f"{cls.__name__}, {form}" for form in forms], stages, note)
+    return Way(change, name, flags, [f"{cls.__name__}{when}" for when in stages_held], stages, note)
 
 
 def _is_low_bit(model: Model) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import hf_compressopt
 from hf_compressopt import ZeroOptimizer, load_state, save_state
 from hf_compressopt.checkpoint.portable import consolidate, import_state
+from tests.support.forms import in_form
 from tests.support.harness import run_ranks
 from tests.support.made_once import made_once
 from tests.support.zero_runs import INT4, Lion
@@ -34,24 +35,23 @@ class Kind(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ((5, 7), (11,), (0, 4), ())
 
 
-ONEBIT = {"freeze_step": 2, "bucket_cap_mb": 0.0001, "scale_block": 16, "state": "float32"}
-COMPACT = {**ONEBIT, "state": "compact"}
+ONEBIT: dict[str, Any] = {"freeze_step": 2, "bucket_cap_mb": 0.0001, "scale_block": 16}
+FLOAT32 = {**ONEBIT, "form": "float32"}
 ZERO_ONE = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 4}
 ZERO_ONE |= {"bucket_cap_mb": 0.0001, "scale_block": 16}
 ZERO = {"reduce_bucket_size": 40}
 BF16 = torch.bfloat16
 
 KINDS: dict[str, Kind] = {
-    "onebit_adam_warmup_1": Kind("OnebitAdam", ONEBIT, 1, 1),
-    "onebit_adam_warmup_2": Kind("OnebitAdam", ONEBIT, 2, 1),
-    "onebit_adam_compressed_1": Kind("OnebitAdam", ONEBIT, 1, 4),
-    "onebit_adam_compressed_2": Kind("OnebitAdam", ONEBIT, 2, 4),
-    "onebit_adam_compact_1": Kind("OnebitAdam", COMPACT, 1, 4),
-    "onebit_adam_compact_2": Kind("OnebitAdam", COMPACT, 2, 4),
-    "onebit_adam_compact_own_group_2": Kind("OnebitAdam", COMPACT, 2, 4, own_group=True, loads_on=(2,)),
-    "zero_one_adam_compact_2": Kind("ZeroOneAdam", {**ZERO_ONE, "state": "compact"}, 2, 9),
-    "onebit_adam_auto_2": Kind("OnebitAdam", {**ONEBIT, "freeze_step": "auto"}, 2, 2),
-    "onebit_adam_own_group_2": Kind("OnebitAdam", ONEBIT, 2, 4, own_group=True, loads_on=(2,)),
+    "onebit_adam_warmup_1": Kind("OnebitAdam", FLOAT32, 1, 1),
+    "onebit_adam_warmup_2": Kind("OnebitAdam", FLOAT32, 2, 1),
+    "onebit_adam_compressed_1": Kind("OnebitAdam", FLOAT32, 1, 4),
+    "onebit_adam_compressed_2": Kind("OnebitAdam", FLOAT32, 2, 4),
+    "onebit_adam_compact_1": Kind("OnebitAdam", ONEBIT, 1, 4),
+    "onebit_adam_compact_2": Kind("OnebitAdam", ONEBIT, 2, 4),
+    "onebit_adam_compact_own_group_2": Kind("OnebitAdam", ONEBIT, 2, 4, own_group=True, loads_on=(2,)),
+    "onebit_adam_auto_2": Kind("OnebitAdam", {**FLOAT32, "freeze_step": "auto"}, 2, 2),
+    "onebit_adam_own_group_2": Kind("OnebitAdam", FLOAT32, 2, 4, own_group=True, loads_on=(2,)),
     "zero_one_adam_variance_2": Kind("ZeroOneAdam", ZERO_ONE, 2, 2),
     "zero_one_adam_local_1": Kind("ZeroOneAdam", ZERO_ONE, 1, 9),
     "zero_one_adam_local_2": Kind("ZeroOneAdam", ZERO_ONE, 2, 9),
@@ -73,23 +73,23 @@ SCALED = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_windo
 LARGE = ((37, 19), (11,), (0, 4), (), (19, 7))
 #: More that a run resumes from, by more ranks.
 RESUMED = {
-    "onebit_adam_start_2": Kind("OnebitAdam", ONEBIT, 2, 0),
-    "onebit_adam_switching_2": Kind("OnebitAdam", ONEBIT, 2, 2),
-    "onebit_adam_compact_switching_2": Kind("OnebitAdam", COMPACT, 2, 2),
-    "onebit_adam_compact_3": Kind("OnebitAdam", COMPACT, 3, 4),
-    "onebit_adam_compact_warmup_3": Kind("OnebitAdam", COMPACT, 3, 1),
-    "onebit_adam_8_bits_3": Kind("OnebitAdam", {**ONEBIT, "warmup_bits": 8}, 3, 1),
-    "onebit_adam_zero1_warmup_2": Kind("OnebitAdam", {**COMPACT, "zero_stage": 1}, 2, 1),
-    "onebit_adam_zero1_switching_3": Kind("OnebitAdam", {**COMPACT, "zero_stage": 1}, 3, 2),
-    "onebit_adam_zero1_3": Kind("OnebitAdam", {**COMPACT, "zero_stage": 1}, 3, 4),
-    "onebit_adam_zero2_warmup_3": Kind("OnebitAdam", {**COMPACT, "zero_stage": 2}, 3, 1),
-    "onebit_adam_zero2_2": Kind("OnebitAdam", {**COMPACT, "zero_stage": 2}, 2, 4),
-    "onebit_adam_nodes_warmup_4": Kind("OnebitAdam", {**COMPACT, "node_size": 2}, 4, 1),
-    "onebit_adam_nodes_4": Kind("OnebitAdam", {**COMPACT, "node_size": 2}, 4, 4),
-    "onebit_adam_zero1_nodes_4": Kind("OnebitAdam", {**COMPACT, "zero_stage": 1, "node_size": 2}, 4, 4),
+    "onebit_adam_start_2": Kind("OnebitAdam", FLOAT32, 2, 0),
+    "onebit_adam_switching_2": Kind("OnebitAdam", FLOAT32, 2, 2),
+    "onebit_adam_compact_switching_2": Kind("OnebitAdam", ONEBIT, 2, 2),
+    "onebit_adam_compact_3": Kind("OnebitAdam", ONEBIT, 3, 4),
+    "onebit_adam_compact_warmup_3": Kind("OnebitAdam", ONEBIT, 3, 1),
+    "onebit_adam_8_bits_3": Kind("OnebitAdam", {**FLOAT32, "warmup_bits": 8}, 3, 1),
+    "onebit_adam_zero1_warmup_2": Kind("OnebitAdam", {**ONEBIT, "zero_stage": 1}, 2, 1),
+    "onebit_adam_zero1_switching_3": Kind("OnebitAdam", {**ONEBIT, "zero_stage": 1}, 3, 2),
+    "onebit_adam_zero1_3": Kind("OnebitAdam", {**ONEBIT, "zero_stage": 1}, 3, 4),
+    "onebit_adam_zero2_warmup_3": Kind("OnebitAdam", {**ONEBIT, "zero_stage": 2}, 3, 1),
+    "onebit_adam_zero2_2": Kind("OnebitAdam", {**ONEBIT, "zero_stage": 2}, 2, 4),
+    "onebit_adam_nodes_warmup_4": Kind("OnebitAdam", {**ONEBIT, "node_size": 2}, 4, 1),
+    "onebit_adam_nodes_4": Kind("OnebitAdam", {**ONEBIT, "node_size": 2}, 4, 4),
+    "onebit_adam_zero1_nodes_4": Kind("OnebitAdam", {**ONEBIT, "zero_stage": 1, "node_size": 2}, 4, 4),
     "onebit_lamb_nodes_4": Kind("OnebitLamb", {**ONEBIT, "node_size": 2}, 4, 4),
-    "zero_one_adam_nodes_4": Kind("ZeroOneAdam", {**ZERO_ONE, "state": "compact", "node_size": 2}, 4, 9),
-    "onebit_adam_own_group_warmup_3": Kind("OnebitAdam", COMPACT, 3, 1, own_group=True),
+    "zero_one_adam_nodes_4": Kind("ZeroOneAdam", {**ZERO_ONE, "node_size": 2}, 4, 9),
+    "onebit_adam_own_group_warmup_3": Kind("OnebitAdam", ONEBIT, 3, 1, own_group=True),
     "onebit_lamb_own_group_3": Kind("OnebitLamb", ONEBIT, 3, 4, own_group=True),
     "zero_one_adam_own_group_3": Kind("ZeroOneAdam", ZERO_ONE, 3, 9, own_group=True),
     "zero_one_adam_clipped_2": Kind("ZeroOneAdam", {**ZERO_ONE, "max_grad_norm": 0.5}, 2, 9),
@@ -143,7 +143,8 @@ def make(kind: Kind) -> tuple[list[nn.Parameter], Any]:
     params = [param for _, param in named]
     if "stage" in kind.options:
         return params, hf_compressopt.ZeroOptimizer(groups, cls, lr=0.01, **kind.options)
-    return params, cls(groups, lr=0.01, **kind.options)
+    options = dict(kind.options)
+    return params, in_form(cls, options.pop("form", None))(groups, lr=0.01, **options)
 
 
 def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
@@ -191,7 +192,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def load_in_form(form: str | None, kind: Kind, folder: str) -> tuple[list[nn.Parameter], Any]:
     """Load a checkpoint into a new optimizer of this kind, of this form of the state, or of its own."""
-    options = {**kind.options, "state": form} if form and "scale_block" in kind.options else kind.options
+    options = {**kind.options, "form": form} if form else kind.options
     params, optimizer = make(kind._replace(options=options))
     load_state(optimizer, folder)
     return params, optimizer

@@ -116,7 +116,7 @@ def save_again_and_again(
     rank: int, store: str, folder: Path, how: str, version: int, progress: Any, death: Any
 ) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    _, optimizer = make(2, state="compact" if "compact" in how else "float32")
+    _, optimizer = make(2, form="compact" if "compact" in how else "float32")
     if "compact" in how:
         take_compact_form(optimizer)
     progress[3 * rank] = 1

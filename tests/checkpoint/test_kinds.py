@@ -37,10 +37,10 @@ def load_all(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def load_compressed(rank: int, world_size: int, folder: str) -> list[str]:
-    """Load what compressed optimizers saved into either form; what differs by more than the rounding of errors."""
+    """Load what OnebitAdam saved into either form; what differs by more than the rounding of errors."""
     wrong = []
     for name, kind in KINDS.items():
-        if "scale_block" not in kind.options or world_size not in kind.loads_on:
+        if kind.optimizer != "OnebitAdam" or world_size not in kind.loads_on:
             continue
         params, compact = load_in_form("compact", kind, f"{folder}/{name}")
         _, wide = load_in_form("float32", kind, f"{folder}/{name}")

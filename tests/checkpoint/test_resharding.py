@@ -19,6 +19,7 @@ from hf_compressopt.format.index import CheckpointError
 from tests.oracles.stored import in_float32
 from tests.support import harness
 from tests.support.family import assign
+from tests.support.forms import in_form
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.made_once import made_once
 from tests.support.memory import MIB, peak_beyond
@@ -26,7 +27,7 @@ from tests.support.memory import MIB, peak_beyond
 SHAPES = [(15, 7), (11,), (0, 4), (5, 3, 2), (1,), (40,)]
 SAVED_AT, STEPS = 13, 24
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "OnebitAdam": {"freeze_step": 6, "state": "float32"},
+    "OnebitAdam": {"freeze_step": 6, "form": "float32"},
     "compact": {"freeze_step": 6},  # OnebitAdam by default: its errors are rounded on another number of ranks
     "OnebitLamb": {"freeze_step": 6},
     # at SAVED_AT the interval is 4 steps, and the ranks are in the middle of one
@@ -54,7 +55,8 @@ def make(name: str, **options: Any) -> tuple[list[nn.Parameter], Any]:
     groups[0]["exp_avg_mask"] = (torch.arange(7) < 6).float() if name == "OnebitAdam" else torch.ones(1)
     groups[0]["params"], groups[1]["params"] = named[:1], named[1:-1]
     settings = {"lr": 0.05, "bucket_cap_mb": 0.0002, "scale_block": 16, **options}
-    return [p for _, p in named], getattr(hf_compressopt, name)(groups, **settings)
+    cls = in_form(getattr(hf_compressopt, name), settings.pop("form", None))
+    return [p for _, p in named], cls(groups, **settings)
 
 
 def targets() -> list[Tensor]:
@@ -269,46 +271,35 @@ def test_one_rank_keeps_the_errors_of_more_and_sends_them_once(name: str, matrix
     run_ranks(1, one_step_of_one_rank, name, str(matrix.folder / f"{name}-2"))
 
 
-COMPACT = ["OnebitAdam", "OnebitLamb", "ZeroOneAdam"]
-
-
-def save_compact(rank: int, world_size: int, folder: str) -> dict[str, list[Tensor]]:
-    """Save compact states, and what is loaded of them, as it is or with messages that are cut otherwise.
+def save_compact(rank: int, world_size: int, folder: str) -> list[Tensor]:
+    """Save a compact state, and what is loaded of it, as it is or with messages that are cut otherwise.
 
     Returns the tensors of the second group as they lie in memory.
     """
-    held = {}
-    for name in COMPACT:
-        params, optimizer = make(name, state="compact")
-        train(rank, world_size, params, optimizer, range(SAVED_AT))
-        save_state(optimizer, f"{folder}/{name}")
-        for how, options in (("again", {}), ("decoded", {"scale_block": 8})):
-            _, other = make(name, state="compact", **options)
-            load_state(other, f"{folder}/{name}")
-            save_state(other, f"{folder}/{name}-{how}")
-        moments, errors = optimizer._states[1].moments, optimizer._states[1].errors
-        messages = [average.messages for _, average in sorted(moments.last.items())]
-        held[name] = [moments.codes, moments.tops, errors.worker, *messages]
-    return held
+    params, optimizer = make("compact")
+    train(rank, world_size, params, optimizer, range(SAVED_AT))
+    save_state(optimizer, f"{folder}/saved")
+    for how, options in (("again", {}), ("decoded", {"scale_block": 8})):
+        _, other = make("compact", **options)
+        load_state(other, f"{folder}/saved")
+        save_state(other, f"{folder}/{how}")
+    moments, errors = optimizer._states[1].moments, optimizer._states[1].errors
+    messages = [average.messages for _, average in sorted(moments.last.items())]
+    return [moments.codes, moments.tops, errors.worker, *messages]
 
 
 def test_files_hold_the_bytes_that_memory_holds(tmp_path: Path) -> None:
     ranks = run_ranks(3, save_compact, str(tmp_path))
-    for name in COMPACT:
-        found, again = stored(tmp_path / name), stored(tmp_path / f"{name}-again")
-        assert found.keys() == again.keys() and all(torch.equal(found[key], again[key]) for key in found)
-        for rank, held in enumerate(ranks):
-            codes, tops, worker_error, *messages = held[name]
-            whole = torch.cat([found[f"exp_avg_sq_code/layer.{number}"].view(-1) for number in range(1, 5)])
-            assert torch.equal(whole, codes) and "exp_avg_sq/layer.1" not in found
-            assert torch.equal(found["exp_avg_sq_top/group1"], tops) and worker_error.dtype == torch.uint8
-            assert torch.equal(found[f"worker_error/group1/rank{rank}"], worker_error)
-            if name == "OnebitAdam":
-                assert (
-                    torch.equal(found["exp_avg_message/group1"], torch.cat(messages)) and "exp_avg/layer.1" not in found
-                )
-        decoded, values = contents(tmp_path / f"{name}-decoded"), contents(tmp_path / name)
-        assert decoded.keys() == values.keys() and all(torch.equal(decoded[key], values[key]) for key in values)
+    found, again = stored(tmp_path / "saved"), stored(tmp_path / "again")
+    assert found.keys() == again.keys() and all(torch.equal(found[key], again[key]) for key in found)
+    for rank, (codes, tops, worker_error, *messages) in enumerate(ranks):
+        whole = torch.cat([found[f"exp_avg_sq_code/layer.{number}"].view(-1) for number in range(1, 5)])
+        assert torch.equal(whole, codes) and "exp_avg_sq/layer.1" not in found
+        assert torch.equal(found["exp_avg_sq_top/group1"], tops) and worker_error.dtype == torch.uint8
+        assert torch.equal(found[f"worker_error/group1/rank{rank}"], worker_error)
+        assert torch.equal(found["exp_avg_message/group1"], torch.cat(messages)) and "exp_avg/layer.1" not in found
+    decoded, values = contents(tmp_path / "decoded"), contents(tmp_path / "saved")
+    assert decoded.keys() == values.keys() and all(torch.equal(decoded[key], values[key]) for key in values)
 
 
 def load_in_another_stage(rank: int, world_size: int, folder: str) -> None:
@@ -334,7 +325,7 @@ def save_long(rank: int, world_size: int, folder: str) -> None:
     p.grad = torch.arange(LONG, dtype=torch.float32)
     optimizer.step()
     save_state(optimizer, f"{folder}/zero")
-    compressed = OnebitAdam([("p", p)], freeze_step=1, state="float32")
+    compressed = in_form(OnebitAdam, "float32")([("p", p)], freeze_step=1)
     compressed.state_dict()["compressopt"]["worker_error"][0].copy_(torch.arange(LONG) * (1 - 2 * rank) + 1)
     save_state(compressed, f"{folder}/onebit")
 
@@ -346,7 +337,7 @@ def load_long(rank: int, world_size: int, folder: str) -> None:
     for piece in optimizer.state_dict()["state"][0]["pieces"]:
         expected = torch.arange(piece["start"], piece["stop"], dtype=torch.float32)
         assert torch.equal(piece["state"]["momentum_buffer"], expected)
-    compressed = OnebitAdam([("p", p)], freeze_step=1, state="float32")
+    compressed = in_form(OnebitAdam, "float32")([("p", p)], freeze_step=1)
     load_state(compressed, f"{folder}/onebit")
     assert torch.equal(compressed.state_dict()["compressopt"]["worker_error"][0], torch.ones(LONG))
 

@@ -29,6 +29,7 @@ from hf_compressopt.format.index import CheckpointError, CheckpointIndex, sealed
 from tests.oracles.simulation_integers import Simulation, in_full
 from tests.support.ddp_runs import backward, hook_beside_loop, make_net
 from tests.support.exchanging import errors_everywhere
+from tests.support.forms import in_form
 from tests.support.harness import on_ranks, run_ranks, run_ranks_expecting_error, same_on_all_ranks
 from tests.support.logs import log_lines
 from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
@@ -75,7 +76,7 @@ def run(state: GradientCompression, rank: int, steps: Iterable[int], scale: floa
 def in_a_plain_loop(
     rank: int, world_size: int, compression: str, form: str, steps: int
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    state = GradientCompression(zeros(), compression, bucket_cap_mb=cap(), state=form)
+    state = in_form(GradientCompression, form)(zeros(), compression, bucket_cap_mb=cap())
     return run(state, rank, range(steps)), state.worker_error.numpy(), state.server_error.numpy()
 
 
@@ -400,7 +401,8 @@ def errors_in_nodes(
     rank: int, world_size: int, folder: str, node_size: int, buckets: int, saved_in: str = ""
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """The errors of a run that saves, or of a float32 state that loads what it saved, and its steps."""
-    state = GradientCompression(zeros(), bucket_cap_mb=cap(buckets), node_size=node_size, state=saved_in or "float32")
+    cls = in_form(GradientCompression, saved_in or "float32")
+    state = cls(zeros(), bucket_cap_mb=cap(buckets), node_size=node_size)
     if saved_in:
         run(state, rank, range(3))
         save_state(state, folder)
@@ -454,7 +456,7 @@ def test_a_state_goes_on_with_the_same_bits_from_files_a_dict_and_a_pickle(
         GradientCompression(zeros(), "int8", bucket_cap_mb=cap()).load_state_dict(saved)
     for way in ("dict", "pickle", "files", "files, float32"):
         form = "float32" if "float32" in way else "compact"
-        again = GradientCompression(zeros(), bucket_cap_mb=cap(), state=form)
+        again = in_form(GradientCompression, form)(zeros(), bucket_cap_mb=cap())
         if way == "dict":
             again.load_state_dict(saved)
         elif way == "pickle":

@@ -27,7 +27,7 @@ from tests.support.logs import log_lines
 BUCKET = 300  # elements, so that buckets cut units
 CAP = BUCKET * 4 / 2**20
 SHARDS = 2
-RUNS = [("shard", "compact", 4), ("hsdp", "float32", 8), ("hsdp", "compact", 4)]
+RUNS = [("shard", 4), ("hsdp", 8), ("hsdp", 4)]
 STEPS = 4
 
 
@@ -108,9 +108,9 @@ def trained(net: Any, rank: int, accumulate: str) -> dict[str, Any]:
     return {"grads": grads, "weights": local(net, "weights")}
 
 
-def train(rank: int, how: str, state: str, bits: int, accumulate: str) -> dict[str, Any]:
+def train(rank: int, how: str, bits: int, accumulate: str) -> dict[str, Any]:
     net, mesh = sharded(make(), how)
-    compression = compress_fsdp(net, mesh, f"int{bits}", bucket_cap_mb=CAP, state=state)
+    compression = compress_fsdp(net, mesh, f"int{bits}", bucket_cap_mb=CAP)
     return trained(net, rank, accumulate) | {"errors": compression.state_dict()}
 
 
@@ -131,7 +131,7 @@ def travels_in_full(values: np.ndarray) -> bool:
 
 
 def simulated(
-    count: int, state: str, bits: int, accumulate: str, heard: list[dict[str, np.ndarray]]
+    count: int, bits: int, accumulate: str, heard: list[dict[str, np.ndarray]]
 ) -> tuple[list[dict[str, Any]], Net, dict[Any, Simulation]]:
     """Train on whole tensors. Small ones take the means that ``heard`` has, whose bits depend on the order of a sum."""
     net = make()
@@ -158,7 +158,7 @@ def simulated(
         for unit, members in enumerate(UNITS):
             for shard in range(SHARDS):
                 flat = np.stack([np.concatenate([cut(r[n], shard).ravel() for n in members]) for r in replicas])
-                made = Simulation(flat.shape[1], BUCKET, count, bits, compact=state == "compact")
+                made = Simulation(flat.shape[1], BUCKET, count, bits, compact=True)
                 sizes = [cut(replicas[0][n], shard).size for n in members]
                 small = np.repeat([travels_in_full(replicas[0][n]) for n in members], sizes)
                 mean = simulations.setdefault((unit, shard), made).average(np.where(small, np.float32(0), flat))
@@ -183,10 +183,10 @@ def shard_of(whole: np.ndarray, rank: int, ranks: int = SHARDS) -> np.ndarray:
 def test_equals_replicas_of_two_shards_in_bits(replicas: int) -> None:
     rows = [(*run, accumulate) for run, accumulate in zip(RUNS, ("", "", "reduced"), strict=True)]
     ranks = run_ranks(replicas * SHARDS, in_turn, train, rows)
-    for number, (_, state, bits, accumulate) in enumerate(rows):
+    for number, (_, bits, accumulate) in enumerate(rows):
         everyone = zip(*(ranks[shard][number]["grads"] for shard in range(SHARDS)), strict=True)
         heard = [{name: np.concatenate([each[name] for each in grads]) for name in grads[0]} for grads in everyone]
-        history, net, simulations = simulated(replicas, state, bits, accumulate, heard)
+        history, net, simulations = simulated(replicas, bits, accumulate, heard)
         weights = {n: p.detach().numpy() for n, p in net.named_parameters() if p.requires_grad}
         for rank in range(replicas * SHARDS):
             got, (replica, shard) = ranks[rank][number], divmod(rank, SHARDS)
@@ -418,7 +418,6 @@ def test_refuses_by_name(rank: int, world_size: int) -> None:
         "divides gradients by 3.0": lambda: compress_fsdp(divided, mesh),
         "must be float32": lambda: compress_fsdp(wide, mesh),
         "compression must be one of": lambda: compress_fsdp(net, mesh, "int2"),
-        "state must be one of": lambda: compress_fsdp(net, mesh, state="float16"),
         "the state dict has bits=4": lambda: compress_fsdp(sharded(make(), "shard")[0], mesh, "int8").load_state_dict(
             compress_fsdp(net, mesh).state_dict()
         ),
@@ -437,7 +436,7 @@ def test_replicas_must_start_alike(rank: int, world_size: int) -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def checkpointed(rank: int, world_size: int, folder: str, shards: int, state: str, load: bool) -> dict[str, Any]:
+def checkpointed(rank: int, world_size: int, folder: str, shards: int, load: bool) -> dict[str, Any]:
     """The errors that this rank has, NaN elsewhere; without replicas the mesh has one dimension."""
     net, names = make(), ("replicate", "shard")
     sizes = (world_size // shards, shards) if shards < world_size else (shards,)
@@ -446,7 +445,7 @@ def checkpointed(rank: int, world_size: int, folder: str, shards: int, state: st
     if not load:  # other units where it is loaded
         fully_shard([net.second, net.frozen, net.last], mesh=mesh)
     fully_shard(net, mesh=mesh)
-    compression = compress_fsdp(net, mesh, state=state, bucket_cap_mb=CAP * (2 if load else 1))
+    compression = compress_fsdp(net, mesh, bucket_cap_mb=CAP * (2 if load else 1))
     if load:
         load_state(compression, folder)
     else:
@@ -466,14 +465,12 @@ def checkpointed(rank: int, world_size: int, folder: str, shards: int, state: st
 
 
 @pytest.mark.parametrize("shards", [2, 4])
-@pytest.mark.parametrize("state", ["compact", pytest.param("float32", marks=pytest.mark.full)])
-def test_a_checkpoint_loads_on_any_mesh(state: str, shards: int, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_on_any_mesh(shards: int, tmp_path: Path) -> None:
     """Worker errors become the mean of the replicas', or ranks', server errors stay with their elements."""
-    saved = run_ranks(4, checkpointed, str(tmp_path), shards, state, False)
-    rounding = 2e-3 if state == "compact" else 1e-7
+    saved = run_ranks(4, checkpointed, str(tmp_path), shards, False)
     for world_size, wanted in ((4, 2), (3, 1), (4, 4), (2, 2)):
         together, here = 1 if shards == 4 else shards, 1 if wanted == world_size else wanted  # ranks of a replica
-        for rank, found in enumerate(run_ranks(world_size, checkpointed, str(tmp_path), wanted, state, True)):
+        for rank, found in enumerate(run_ranks(world_size, checkpointed, str(tmp_path), wanted, True)):
             assert found.pop("steps") == 3
             assert any(name.startswith("server_error") for name in found) == (wanted < world_size)
             for name, mine in found.items():
@@ -487,7 +484,7 @@ def test_a_checkpoint_loads_on_any_mesh(state: str, shards: int, tmp_path: Path)
                     whole = replicas[rank // here] if exact else np.mean(replicas, axis=0)
                 part = ~np.isnan(mine)
                 assert not np.isnan(whole).any() and (part.any() or whole.size < 100)
-                np.testing.assert_allclose(mine[part], whole[part], atol=rounding, err_msg=name)
+                np.testing.assert_allclose(mine[part], whole[part], atol=2e-3, err_msg=name)
 
 
 class OnGPU(torch.Tensor):

@@ -22,11 +22,11 @@ from tests.fsdp import test_fsdp_compression as hsdp
 from tests.oracles.simulation_integers import Simulation, in_order
 from tests.support.harness import on_ranks, run_ranks
 
-# state, bits, accumulation, options of fully_shard
-RUNS: list[tuple[str, int, str, dict[str, Any]]] = [
-    ("compact", 4, "", {}),
-    ("float32", 8, "unreduced", {"reshard_after_forward": False}),
-    ("compact", 4, "unreduced", {"reshard_after_forward": True}),
+# bits, accumulation, options of fully_shard
+RUNS: list[tuple[int, str, dict[str, Any]]] = [
+    (4, "", {}),
+    (8, "unreduced", {"reshard_after_forward": False}),
+    (4, "unreduced", {"reshard_after_forward": True}),
 ]
 
 
@@ -35,23 +35,23 @@ def sharded(net: nn.Module, **options: Any) -> tuple[Any, Any]:
     return (hsdp.shard_units if isinstance(net, hsdp.Net) else fully_shard)(net, mesh=mesh, **options), mesh
 
 
-def train(rank: int, state: str, bits: int, accumulate: str, how: dict[str, Any]) -> dict[str, Any]:
+def train(rank: int, bits: int, accumulate: str, how: dict[str, Any]) -> dict[str, Any]:
     net, mesh = sharded(hsdp.make(), **how)
-    compression = compress_fsdp(net, mesh, f"int{bits}", bucket_cap_mb=hsdp.CAP, state=state)
+    compression = compress_fsdp(net, mesh, f"int{bits}", bucket_cap_mb=hsdp.CAP)
     return hsdp.trained(net, rank, accumulate) | {"errors": hsdp.errors_of(compression)}
 
 
 class Columns:
     """The columns of a unit, [ranks, numel], as they travel: bucket by bucket, and in it rank by rank."""
 
-    def __init__(self, shapes: list[tuple[int, ...]], ranks: int, bits: int, compact: bool) -> None:
+    def __init__(self, shapes: list[tuple[int, ...]], ranks: int, bits: int) -> None:
         self.ranks, zeros = ranks, [np.zeros(shape, np.float32) for shape in shapes]
         self.rows_of = [shape[0] for shape in shapes]
         self.shapes = [hsdp.cut(zero, 0, ranks).shape for zero in zeros]
         self.numel = sum(int(np.prod(shape)) for shape in self.shapes)
         self.padded, width = -(-self.numel // 8) * 8, max(8, hsdp.BUCKET // (8 * ranks) * 8)
         self.cuts = list(range(width, self.padded, width))
-        options: dict[str, Any] = {"compact": compact, "served": False}
+        options: dict[str, Any] = {"compact": True, "served": False}
         self.simulation = Simulation(self.padded * ranks, width * ranks, ranks, bits, **options)
 
     def flat(self, tensors: list[np.ndarray]) -> np.ndarray:
@@ -73,13 +73,10 @@ class Columns:
         return [tensor[:count] for tensor, count in zip(joined, self.rows_of, strict=True)]
 
 
-def simulated(
-    ranks: int, state: str, bits: int, accumulate: str
-) -> tuple[list[dict[str, Any]], hsdp.Net, list[Columns]]:
+def simulated(ranks: int, bits: int, accumulate: str) -> tuple[list[dict[str, Any]], hsdp.Net, list[Columns]]:
     net = hsdp.make()
     optimizer, names = hsdp.optimizer_of(net), dict(net.named_parameters())
-    compact = state == "compact"
-    columns = [Columns([tuple(names[n].shape) for n in members], ranks, bits, compact) for members in hsdp.UNITS]
+    columns = [Columns([tuple(names[n].shape) for n in members], ranks, bits) for members in hsdp.UNITS]
     history = []
     for step in range(hsdp.STEPS):
         everyone = []
@@ -109,8 +106,8 @@ def simulated(
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_equals_a_simulation_in_bits(world_size: int) -> None:
     ranks = run_ranks(world_size, hsdp.in_turn, train, RUNS, timeout=240)
-    for number, (state, bits, accumulate, _) in enumerate(RUNS):
-        history, net, columns = simulated(world_size, state, bits, accumulate)
+    for number, (bits, accumulate, _) in enumerate(RUNS):
+        history, net, columns = simulated(world_size, bits, accumulate)
         weights = {n: p.detach().numpy() for n, p in net.named_parameters() if p.requires_grad}
         for rank in range(world_size):
             got = ranks[rank][number]
@@ -237,7 +234,7 @@ def test_precisions_tied_weights_checkpointed_activations_and_skipped_steps() ->
 
 
 def resumed(rank: int, world_size: int, folder: str) -> tuple[dict[str, float], str, int]:
-    for where, options in (("", {}), (folder, {"compression": "int8", "state": "float32"})):
+    for where, options in (("", {}), (folder, {"compression": "int8"})):
         hsdp.check_resume(rank, partial(started, **options), where)
     return sent_bytes(rank)
 

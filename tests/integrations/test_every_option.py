@@ -19,9 +19,9 @@ STEPS, SAVES = 8, (2, 6)  # of the saves one is in each stage
 CLIP = 0.05  # below the norm of the gradients
 ALL_RANKS = "all ranks"  # stands for their number
 ONEBIT, ZERO_ONE, LAMB = "onebit_adam", "zero_one_adam", "onebit_lamb"
-ALL = {"scale_block": 8, "warmup_bits": 32, "clip": "sketch", "state": "float32"}
+ALL = {"scale_block": 8, "warmup_bits": 32, "clip": "sketch"}
 BASE: dict[str, dict[str, Any]] = {
-    ONEBIT: {"freeze_step": 3, **ALL, "state": "compact"},
+    ONEBIT: {"freeze_step": 3, **ALL},
     ZERO_ONE: {"var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 2, **ALL},
     LAMB: {"freeze_step": 3, **ALL},
 }
@@ -48,9 +48,7 @@ TABLE: list[tuple[str, str, dict[str, Any], bool]] = [
     ("scale_block", ONEBIT, {"scale_block": None}, True),
     ("variance_floor", ONEBIT, {"variance_floor": 0.9}, True),
     ("bucket_cap_mb", ONEBIT, {"bucket_cap_mb": 0.0002}, True),
-    ("state", ONEBIT, {"state": "float32"}, True),
     ("zero_stage", ONEBIT, {"zero_stage": 1, "warmup_bits": 4}, True),
-    *(("state", name, {"state": "compact"}, True) for name in (ZERO_ONE, LAMB)),
     ("communicator", ONEBIT, {"communicator": "gloo"}, False),
     ("comm_backend_name", ONEBIT, {"comm_backend_name": "gloo"}, False),
     ("topology", ONEBIT, {"topology": "two-level", "node_size": ALL_RANKS}, True),

@@ -11,7 +11,6 @@ from torch import nn
 import hf_compressopt
 from hf_compressopt import CompressOptPlugin, OnebitAdam, ZeroOptimizer
 from hf_compressopt.integrations.plugin import OptimArgs, read_optim_args
-from hf_compressopt.integrations.trainer import attachment_of
 from tests.support.harness import on_ranks
 from tests.support.trainer_runs import Run, make_trainer
 
@@ -21,7 +20,7 @@ from tests.support.trainer_runs import Run, make_trainer
     [
         ("onebit_adam", None, OptimArgs()),
         ("onebit_adam", " freeze_step = 3 , scale_block=none ", OptimArgs({"freeze_step": 3, "scale_block": None})),
-        ("onebit_lamb", "state=compact", OptimArgs({"state": "compact"})),
+        ("onebit_lamb", "max_coeff=2", OptimArgs({"max_coeff": 2.0})),
         ("onebit_adam", "max_update=3.5", OptimArgs({"max_update": 3.5})),
         ("zero_one_adam", "max_update=none", OptimArgs({"max_update": None})),
         ("onebit_adam", "async_save=true", OptimArgs(async_save=True)),
@@ -35,8 +34,8 @@ from tests.support.trainer_runs import Run, make_trainer
         ("adamw_torch", "fused=true", OptimArgs(others="fused=true")),
         (
             "adamw_torch",
-            "grad_compression=int4,state=float32",
-            OptimArgs(grad_compression="int4", messages={"state": "float32"}),
+            "grad_compression=int4,node_bits=16",
+            OptimArgs(grad_compression="int4", messages={"node_bits": 16}),
         ),
         ("galore_adamw", "in;Trainer's own:format", OptimArgs(others="in;Trainer's own:format")),
         ("sgd", "momentum=0.9, zero_stage=2", OptimArgs(zero={"stage": 2}, others="momentum=0.9")),
@@ -51,7 +50,7 @@ def test_each_option_reaches_its_owner(name: str, text: str | None, found: Optim
     [
         ("zero1_adamw", ["bucket_cap_mb=none", "overlap_comm=true", "async_save=false"]),
         ("onebit_adam", ["warmup_bits=4", "freeze_step=auto", "scale_block=4096", "async_save=false"]),
-        ("adamw_torch", ["grad_compression=none", "  node_bits=32", "  state=compact", "zero_stage=0"]),
+        ("adamw_torch", ["grad_compression=none", "  node_bits=32", "zero_stage=0"]),
     ],
 )
 def test_help_prints_every_option_on_a_line_and_ends(
@@ -63,15 +62,6 @@ def test_help_prints_every_option_on_a_line_and_ends(
     assert ended.value.code == 0 and told[0].startswith(f"--optim {name} ")
     for line in lines:
         assert sum(row.startswith(f"  {line} ") and len(row) > 40 for row in told) == 1
-
-
-@on_ranks(2)
-def test_the_state_of_compressed_gradients_reaches_them(rank: int, world_size: int, tmp_path: Path) -> None:
-    for text, compact in (("", True), (",state=float32", False)):
-        trainer = make_trainer(rank, world_size, Run({"optim_args": f"grad_compression=int4{text}", "max_steps": 1}))
-        trainer.train()
-        (found,) = attachment_of(trainer).models.compressions()
-        assert found.errors.compact is compact
 
 
 #: ``--optim``, ``--optim_args``, and what the error says.
@@ -94,7 +84,8 @@ REFUSED = [
     ("onebit_adam", "grad_compression=int4", "onebit_adam sends gradients in a way of"),
     ("adamw_torch", "grad_compression=int2", "grad_compression must be one of"),
     ("adamw_torch", "grad_compression=int4,bucket_cap_mb=0", "bucket_cap_mb must be > 0"),
-    ("adamw_torch", "grad_compression=int4,state=small", "state must be one of ['compact', 'float32'], got 'small'"),
+    ("adamw_torch", "grad_compression=int4,state=float32", "optim_args: state is no option any more: OnebitAdam and"),
+    ("onebit_adam", "state=float32", "gradients of 4 or 8 bits keep their errors, and OnebitAdam its frozen variance"),
     ("adamw_torch", "param_compression=int4", "is an option of ZeRO, whose ranks send"),
     ("adamw_torch", "grad_compression=int4,param_compression=int3", "param_compression must be one of"),
     ("adamw_torch", "grad_compression=int4,param_compression=int4", "FSDP2 gathers them in full precision"),
@@ -237,18 +228,14 @@ def test_options_reach_the_optimizer_that_the_plugin_makes(monkeypatch: pytest.M
         made: Any = CompressOptPlugin(optimizer=name, freeze_step=7).convert(plain)
         assert made.freeze_step == 7 and made.param_groups[0] is plain.param_groups[0]
         assert type(made).__name__.lower() == name.replace("_", "")
-        assert [make(name, state=form).compact for form in ("compact", "float32")] == [True, False]
-        assert make(name).compact == make(name, state=None).compact == (name == "onebit_adam")
+        assert made.compact == (name == "onebit_adam")
     for name in NAMES:
         assert make(name, max_update=3.0).max_update == 3.0 and not make(name, max_update=None).max_update
-    with pytest.raises(ValueError, match="state must be one of .*'compact', 'float32'.*, got 'small'"):
-        make("onebit_adam", state="small")
-    for text, given in (("none", {}), ("compact", {"state": "compact"}), ("float32", {"state": "float32"})):
-        monkeypatch.setenv("COMPRESSOPT_STATE", text)
-        assert CompressOptPlugin().options_from_env() == given
-        assert make("onebit_adam").compact == (text != "float32")
     monkeypatch.setenv("COMPRESSOPT_MAX_UPDATE", "2.5")
     assert make("onebit_adam").max_update == 2.5
+    monkeypatch.setenv("COMPRESSOPT_STATE", "compact")
+    with pytest.raises(ValueError, match="COMPRESSOPT_STATE: state is no option any more: OnebitAdam and .* Leave it"):
+        make("onebit_adam")
 
 
 def test_what_it_can_take_over() -> None:

@@ -139,7 +139,6 @@ SMALL_BUCKETS = {"freeze_step": 2, "bucket_cap_mb": 0.001}
 WARMUP = {"freeze_step": 40}
 FETCHES: dict[str, tuple[str, dict[str, Any], int]] = {  # the most of a step that clips
     "OnebitAdam": ("OnebitAdam", {}, 1),
-    "OnebitAdam, float32": ("OnebitAdam", {"state": "float32"}, 1),
     "OnebitLamb": ("OnebitLamb", {}, 1),
     "OnebitLamb, decay": ("OnebitLamb", {"weight_decay": 0.1}, 1),
     "OnebitLamb, warmup": ("OnebitLamb", WARMUP, 1),

@@ -45,11 +45,11 @@ FIRST = FREEZE + 2  # step, counted from 1, whose messages are the first to leav
 # -- the bits of the path without overlap -----------------------------------------------------------------------------
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "compact": {"state": "compact"},
-    "moments in shards": {"state": "compact", "zero_stage": 1},
+    "float32": {"form": "float32"},
+    "compact": {},
+    "moments in shards": {"zero_stage": 1},
     "no_sync": {"accumulate": 3},
-    "every backward syncs": {"accumulate": 2, "sync": True, "state": "compact"},
+    "every backward syncs": {"accumulate": 2, "sync": True},
     "unused": {"ddp": {"find_unused_parameters": True}, "sometimes": True},
     "bucket views": {"ddp": {"gradient_as_bucket_view": True}},
     "static graph": {"ddp": {"static_graph": True}},
@@ -57,9 +57,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixed": {"mixed": True},
     "one scale": {"scale_block": None},
     "scaler": {"scaler": "told"},
-    "scaler that grows": {"scaler": "found", "state": "compact"},
+    "scaler that grows": {"scaler": "found"},
 }
-NODES = {"state": "compact", "node_size": 2}
+NODES = {"node_size": 2}
 
 
 @pytest.mark.parametrize(("world_size", "share"), [*spread(shared=(2, 3, 1)), (4, None)])
@@ -95,11 +95,11 @@ def test_without_clipping_the_bits_are_those_of_messages_in_the_step(
 # -- clipping ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("how", "state"), [("option", "float32"), ("option", "compact"), ("call", "float32")])
+@pytest.mark.parametrize(("how", "form"), [("option", "float32"), ("option", "compact"), ("call", "float32")])
 @on_ranks(2)
-def test_messages_carry_the_coefficient_of_the_step_before(rank: int, world_size: int, how: str, state: str) -> None:
+def test_messages_carry_the_coefficient_of_the_step_before(rank: int, world_size: int, how: str, form: str) -> None:
     """Each early step against one of the oracle from the same state, whose messages carry the coefficient by hand."""
-    ddp, net, optimizer = attached("late", CLIP if how == "option" else 0.0, state=state)
+    ddp, net, optimizer = attached("late", CLIP if how == "option" else 0.0, form=form)
     norms, true = [], []
     for step in range(STEPS):
         backward(ddp, rank, step)
@@ -110,7 +110,7 @@ def test_messages_carry_the_coefficient_of_the_step_before(rank: int, world_size
             norm, max_norm, _, _ = optimizer._tensors[LATE_CLIP].tolist()
             coefficient = min(1.0, max_norm / (norm + 1e-6))
             assert coefficient < 0.9
-            other, oracle = make("sketch", state=state)
+            other, oracle = make("sketch", form=form)
             other.load_state_dict(net.state_dict())
             oracle.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             oracle._compressed = partial(with_clipped_gradients, oracle._compressed, coefficient)
@@ -275,13 +275,13 @@ def test_clipping_by_parts_does_not_overlap(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "scaled"), [pytest.param("float32", False, marks=pytest.mark.full), ("compact", False), ("float32", True)]
+    ("form", "scaled"), [pytest.param("float32", False, marks=pytest.mark.full), ("compact", False), ("float32", True)]
 )
 @on_ranks(2)
-def test_a_run_resumes_bit_for_bit(rank: int, world_size: int, state: str, scaled: bool, tmp_path: Path) -> None:
+def test_a_run_resumes_bit_for_bit(rank: int, world_size: int, form: str, scaled: bool, tmp_path: Path) -> None:
     """Nobody tells the hook its scale, which the optimizer learns and saves."""
     scaler, saved = scaler_of(32.0, scaled), {}
-    ddp, net, optimizer = attached("late", CLIP, state=state)
+    ddp, net, optimizer = attached("late", CLIP, form=form)
     for step in range(STEPS):
         saved[step] = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
         hf_compressopt.save_state(optimizer, tmp_path / str(step))
@@ -289,7 +289,7 @@ def test_a_run_resumes_bit_for_bit(rank: int, world_size: int, state: str, scale
         end_step(optimizer, scaler)
     whole = tensors_of(net, optimizer)
     for start, (weights, own) in saved.items():
-        ddp, net, optimizer = attached("late", CLIP, state=state)
+        ddp, net, optimizer = attached("late", CLIP, form=form)
         net.load_state_dict(weights)
         if start % 2 == 0:
             optimizer.load_state_dict(own)

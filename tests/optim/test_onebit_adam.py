@@ -278,11 +278,11 @@ def test_the_state_shows_decoded_moments(rank: int, world_size: int) -> None:
         optimizer.state[params[0]]["nothing"]
 
 
-@pytest.mark.parametrize("state", ["compact", "float32"])
+@pytest.mark.parametrize("form", ["compact", "float32"])
 @on_ranks(2)
-def test_all_of_the_state_moves_with_the_parameters(rank: int, world_size: int, state: str) -> None:
+def test_all_of_the_state_moves_with_the_parameters(rank: int, world_size: int, form: str) -> None:
     """To "meta", a device that every machine has."""
-    (group,) = make(rank, 5, state=state)[1]._states
+    (group,) = make(rank, 5, form=form)[1]._states
     group.to(torch.device("meta"))
     tensors = [group.exp_avg, group.exp_avg_sq, group.moments.codes, group.moments.tops]
     tensors += [group.errors.worker, group.errors.server, *(last.messages for last in group.moments.last.values())]

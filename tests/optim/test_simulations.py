@@ -47,8 +47,6 @@ from tests.oracles.simulation import (
 )
 from tests.oracles.simulation_low_bits import (
     CompactOnebitAdam,
-    CompactOnebitLamb,
-    CompactZeroOneAdam,
     FreedZeroOnebitAdam,
     LowBitOnebitAdam,
     LowBitOnebitLamb,
@@ -57,6 +55,7 @@ from tests.oracles.simulation_low_bits import (
     own_errors,
 )
 from tests.oracles.steps import take_steps_of_own_gradients
+from tests.support.forms import in_form
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.logs import log_lines
 from tests.support.spreading import Share, spread
@@ -329,7 +328,6 @@ def test_schedules_of_zero_one_adam_by_hand():
 # -- optimizers that average their gradients themselves ----------------------------------------------------------------
 
 LOW_BIT = {"OnebitAdam": LowBitOnebitAdam, "OnebitLamb": LowBitOnebitLamb, "ZeroOneAdam": LowBitZeroOneAdam}
-COMPACT = {"OnebitAdam": CompactOnebitAdam, "OnebitLamb": CompactOnebitLamb, "ZeroOneAdam": CompactZeroOneAdam}
 ZERO = {1: ZeroOnebitAdam, 2: FreedZeroOnebitAdam}
 ZERO_ONE = {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 2}
 
@@ -370,13 +368,12 @@ class OwnProblem(Problem):
 
 def float32() -> Iterator[Run]:
     for number, (case, name) in enumerate((case, name) for case in (*CASES, BLOCKS) for name in LOW_BIT):
-        yield Run(case, name, LOW_BIT[name], (4, 8)[number // 2 % 2], {"state": "float32"})
+        yield Run(case, name, LOW_BIT[name], (4, 8)[number // 2 % 2], {"form": "float32"})
 
 
 def compact() -> Iterator[Run]:
-    for name in COMPACT:
-        for case in (*CASES, BLOCKS):
-            yield Run(case, name, COMPACT[name], 4, {"state": "compact"})
+    for case in (*CASES, BLOCKS):
+        yield Run(case, "OnebitAdam", CompactOnebitAdam, 4, {})
 
 
 def zero(stage: int) -> Iterator[Run]:
@@ -398,7 +395,8 @@ def solve_runs(rank: int, world_size: int, rows: list[tuple[Problem, Run]], more
             **run.options,
             **more,
         }
-        optimizer = getattr(hf_compressopt, run.name)(groups, **options)
+        cls = in_form(getattr(hf_compressopt, run.name), options.pop("form", None))
+        optimizer = cls(groups, **options)
         history = take_steps_of_own_gradients(problem, optimizer, params, rank)
         errors = [[error.numpy() for error in state.errors.values()] for state in optimizer._states]
         found.append({"history": history, "errors": errors})
@@ -451,6 +449,6 @@ def test_equals_the_simulation_with_gradients_of_its_own(world_size: int, share:
     ],
 )
 def test_equals_the_simulation_in_two_levels(world_size: int, node_size: int, share: Share) -> None:
-    blocks = [Run(BLOCKS, name, COMPACT[name], (8, 4, 4)[i], {"state": "compact"}) for i, name in enumerate(COMPACT)]
+    compact_blocks = Run(BLOCKS, "OnebitAdam", CompactOnebitAdam, 8, {})
     more = {"topology": "two-level", "node_size": node_size}
-    check(world_size, share.of([*float32(), *blocks]), 4e-6, node_size, more)
+    check(world_size, share.of([*float32(), compact_blocks]), 4e-6, node_size, more)

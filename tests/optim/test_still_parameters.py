@@ -12,6 +12,7 @@ from torch import nn
 
 import hf_compressopt
 from hf_compressopt.kernels import messages
+from tests.support.forms import in_form
 from tests.support.harness import run_ranks
 from tests.support.logs import log_lines
 
@@ -30,7 +31,6 @@ def draw(seed: int, world_size: int) -> tuple[str, dict[str, Any], Any]:
         "eps": float(rng.choice([1e-30, 1e-8])),
         "betas": (0.9, float(rng.choice([0.9, 0.999]))),
         "variance_floor": float(rng.choice([0.0, 0.01])),
-        "state": str(rng.choice(["compact", "compact", "float32"])),
         "warmup_bits": int(rng.choice([4, 8, 32])),
         "scale_block": 16,
         "bucket_cap_mb": float(rng.choice([0.0002, 25.0])),
@@ -38,7 +38,7 @@ def draw(seed: int, world_size: int) -> tuple[str, dict[str, Any], Any]:
     if name == "ZeroOneAdam":
         options |= {"var_update_scaler": int(rng.integers(1, 4)), "local_step_scaler": 2, "local_step_clipper": 2}
     if name == "OnebitAdam" and world_size > 1 and rng.random() < 0.3:
-        options |= {"zero_stage": 1, "state": "compact", "warmup_bits": 4}
+        options |= {"zero_stage": 1, "warmup_bits": 4}
     return name, options, rng.choice(MAGNITUDES, size=(2, len(SHAPES)))
 
 
@@ -108,9 +108,9 @@ def test_a_resume_is_bitwise_with_gradients_of_any_size(world_size: int, seeds: 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_variance_that_8_bits_hold_as_0_is_none(name: str) -> None:
     """1e-20 squared is no normal float32 number: the running process must not divide by its square root either."""
-    for state, moves in (("compact", False), ("float32", True)):
+    for form, moves in (("compact", False), ("float32", True)):
         params = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))]
-        optimizer = getattr(hf_compressopt, name)(params, freeze_step=2, eps=1e-30, lr=1.0, state=state)
+        optimizer = in_form(getattr(hf_compressopt, name), form)(params, freeze_step=2, eps=1e-30, lr=1.0)
         for step in range(5):
             for param, size in zip(params, (1.0, 1e-20), strict=True):
                 param.grad = torch.full((8,), size * (1 + step))
@@ -118,7 +118,7 @@ def test_a_variance_that_8_bits_hold_as_0_is_none(name: str) -> None:
             if step == 1:
                 before = [param.detach().clone() for param in params]
         assert not torch.equal(params[0], before[0])
-        assert torch.equal(params[1], before[1]) is not moves, state
+        assert torch.equal(params[1], before[1]) is not moves, form
 
 
 def train_beside_larger(rank: int, world_size: int, name: str, options: dict[str, Any], ratio: float) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def train_beside_larger(rank: int, world_size: int, name: str, options: dict[str
     ("name", "options", "world_size"),
     [
         ("OnebitAdam", {}, 2),
-        ("OnebitAdam", {"warmup_bits": 8, "state": "float32"}, 3),
+        ("OnebitAdam", {"warmup_bits": 8}, 3),
         ("OnebitAdam", {"overlap_comm": True}, 2),
         ("OnebitAdam", {"topology": "hierarchical", "node_size": 2}, 4),
         ("OnebitAdam", {"zero_stage": 1}, 3),

@@ -19,6 +19,7 @@ from tests.support.ddp_runs import attached, hook_beside_loop
 from tests.support.ddp_runs import make as make_model
 from tests.support.exchanging import errors_everywhere
 from tests.support.family import assign, through_a_file
+from tests.support.forms import in_form
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.logs import log_lines
 from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
@@ -40,11 +41,13 @@ def flat(tensors: list[torch.Tensor]) -> np.ndarray:
     return torch.cat([t.detach().reshape(-1).float() for t in tensors]).numpy().copy()
 
 
-def make(bits: int, *, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[list[nn.Parameter], Any]:
+def make(
+    bits: int, *, dtype: torch.dtype = torch.float32, form: str | None = None, **options: Any
+) -> tuple[list[nn.Parameter], Any]:
     generator = torch.Generator().manual_seed(3)
     params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
     settings = {"lr": 1e-2, "weight_decay": 0.1, "freeze_step": 5, "bucket_cap_mb": bucket_cap(300), **options}
-    return params, hf_compressopt.OnebitAdam(params, warmup_bits=bits, **settings)
+    return params, in_form(hf_compressopt.OnebitAdam, form)(params, warmup_bits=bits, **settings)
 
 
 def give(params: list[nn.Parameter], rank: int, step: int, scale: float = 1.0) -> None:
@@ -52,10 +55,8 @@ def give(params: list[nn.Parameter], rank: int, step: int, scale: float = 1.0) -
         p.grad = (grad * scale).to(p.dtype)
 
 
-def warmup_stage(
-    rank: int, world_size: int, bits: int, dtype: torch.dtype, state_form: str = "compact"
-) -> dict[str, Any]:
-    params, optimizer = make(bits, dtype=dtype, state=state_form, fused_warmup=False)
+def warmup_stage(rank: int, world_size: int, bits: int, dtype: torch.dtype, form: str | None = None) -> dict[str, Any]:
+    params, optimizer = make(bits, dtype=dtype, form=form, fused_warmup=False)
     history, averages = [], []
     for step in range(4):
         give(params, rank, step)
@@ -385,7 +386,7 @@ def take_steps(rank: int, params: list[nn.Parameter], optimizer: Any, steps: ran
 
 
 def save_in_the_warmup_stage(rank: int, world_size: int, folder: str) -> tuple[np.ndarray, np.ndarray]:
-    params, optimizer = make(4, state="float32")
+    params, optimizer = make(4, form="float32")
     take_steps(rank, params, optimizer, range(3))
     hf_compressopt.save_state(optimizer, folder)
     return errors_everywhere(optimizer._states[0], optimizer.communicator)
@@ -393,7 +394,7 @@ def save_in_the_warmup_stage(rank: int, world_size: int, folder: str) -> tuple[n
 
 def resume_in_the_warmup_stage(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Return the errors, and the momentum before and after the first compressed step."""
-    params, optimizer = make(4, state="float32")
+    params, optimizer = make(4, form="float32")
     hf_compressopt.load_state(optimizer, folder)
     errors, momenta = errors_everywhere(optimizer._states[0], optimizer.communicator), []
     for steps in (range(3, 5), range(5, 6)):

@@ -16,6 +16,7 @@ import torch
 from hf_compressopt import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 from hf_compressopt.kernels import messages
 from tests.oracles.simulation import OnebitAdamSimulation, OnebitLambSimulation, ZeroOneAdamSimulation
+from tests.support.forms import in_form
 
 BYTES_PER_MB = 2**20
 SAFE_DISTANCE = 3e-7
@@ -242,10 +243,11 @@ def make_params(problem: Problem):
     return params, [{"params": group, **problem.options(g, torch.from_numpy)} for g, group in enumerate(params)]
 
 
-def make_optimizer(problem: Problem, **kwargs):
-    """The optimizer and its parameters, [group][parameter]."""
+def make_optimizer(problem: Problem, form: str | None = None, **kwargs):
+    """The optimizer, in a form of the state, and its parameters, [group][parameter]."""
     params, groups = make_params(problem)
-    return problem.optimizer(groups, **{**problem.schedule, **take_own_blocks(problem.case.kwargs), **kwargs}), params
+    options = {**problem.schedule, **take_own_blocks(problem.case.kwargs), **kwargs}
+    return in_form(problem.optimizer, form)(groups, **options), params
 
 
 def take_own_blocks(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -292,7 +294,7 @@ def flat_state(optimizer, params, key: str) -> list[np.ndarray]:
 def solve(rank: int, problem: Problem) -> dict[str, Any]:
     """Solve a problem with the real optimizer on this rank, with all state in float32."""
     plain = not hasattr(problem.optimizer, "schedule_class")
-    optimizer, params = make_optimizer(problem, **({} if plain else {"state": "float32"}))
+    optimizer, params = make_optimizer(problem, None if plain else "float32")
     history, coeffs, sent = [], [], []
     for t in range(1, problem.case.steps + 1):
         set_gradients(problem, optimizer, params, rank, t)

@@ -12,6 +12,7 @@ import hf_compressopt
 from hf_compressopt import attach_ddp
 from tests.oracles.cases import bucket_cap
 from tests.oracles.steps import tensors_in
+from tests.support.forms import in_form
 
 STEPS, FREEZE = 8, 3
 CLIP = 0.01  # smaller than all norms
@@ -44,6 +45,7 @@ def make(
     name: str = "OnebitAdam",
     dtype: torch.dtype = torch.float32,
     mixed: bool = False,
+    form: str | None = None,
     **options: Any,
 ) -> tuple[Net, Any]:
     """The model and its optimizer. mixed: One of its parameters is in a group that is never compressed."""
@@ -56,7 +58,7 @@ def make(
     schedule = {} if name == "ZeroOneAdam" else {"freeze_step": FREEZE}
     settings = {"lr": 1e-2, "weight_decay": 0.1, "scale_block": 64, "bucket_cap_mb": bucket_cap(500), **schedule}
     settings |= {"clip": clip, "max_grad_norm": max_grad_norm, **options}
-    return net, getattr(hf_compressopt, name)(groups, **settings)
+    return net, in_form(getattr(hf_compressopt, name), form)(groups, **settings)
 
 
 def attached(*args: Any, loss_scale: Any = None, ddp: Any = None, **options: Any) -> tuple[Any, Net, Any]:

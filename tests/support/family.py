@@ -8,6 +8,7 @@ import torch
 
 import hf_compressopt
 from tests.oracles.cases import bucket_cap
+from tests.support.forms import in_form
 
 FAMILY: dict[str, dict[str, Any]] = {
     "OnebitAdam": {"freeze_step": 2},
@@ -30,13 +31,15 @@ def draw(params: Iterable[torch.Tensor], optimizer: Any, rank: int, step: int) -
 SHAPES = [(20, 17), (64,), (0, 3), (130,)]
 
 
-def make(rank: int, stop: int, name: str = "OnebitAdam", **options: Any) -> tuple[list[torch.nn.Parameter], Any]:
-    """An optimizer with the compact state after some steps; the warmup stage ends with step 3."""
+def make(
+    rank: int, stop: int, name: str = "OnebitAdam", *, form: str | None = None, **options: Any
+) -> tuple[list[torch.nn.Parameter], Any]:
+    """An optimizer after some steps; the warmup stage ends with step 3."""
     torch.manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     schedule = {} if name == "ZeroOneAdam" else {"freeze_step": 3}
-    settings = {"lr": 1e-2, "bucket_cap_mb": bucket_cap(200), "state": "compact", **schedule, **options}
-    optimizer = getattr(hf_compressopt, name)(params, **settings)
+    settings = {"lr": 1e-2, "bucket_cap_mb": bucket_cap(200), **schedule, **options}
+    optimizer = in_form(getattr(hf_compressopt, name), form)(params, **settings)
     go_on(rank, params, optimizer, range(stop))
     return params, optimizer
 
