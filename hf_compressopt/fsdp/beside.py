@@ -8,17 +8,20 @@ messages have one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_compressopt.collectives.buffers import broadcast_together
 from hf_compressopt.collectives.communicator import all_reduce_bytes
+from hf_compressopt.collectives.sender import listed
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.fsdp.clipping import teach_torch_to_mix
 from hf_compressopt.fsdp.units import Unit, outside
 from hf_compressopt.grad_compression import GradientCompression
 
@@ -61,6 +64,7 @@ class BesideUnits:
         finalize(self, _remove, self._handles).atexit = False
         self.find()
         self._late = model.register_forward_pre_hook(self._find_late)
+        _refuse_others(self)
 
     @property
     def are_due(self) -> bool:
@@ -92,6 +96,7 @@ class BesideUnits:
         if self.averages is not None:
             _remove(self._handles)
             self.averages.close()
+        teach_torch_to_mix()
         self.averages = GradientCompression(named, self._compression, **self._options)
         self.averages.leave_lines_to_others()
         broadcast_together(ranks, self.averages.params)
@@ -109,6 +114,31 @@ class BesideUnits:
             self.find()
 
 
+_LIVING: WeakSet[BesideUnits] = WeakSet()
+
+
+def _refuse_others(beside: BesideUnits) -> None:
+    """Refuse from now on optimizers that average these parameters, or send their gradients, by themselves."""
+    if not _LIVING:
+        register_optimizer_step_pre_hook(_check_step)
+    _LIVING.add(beside)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise before the step of an optimizer of this package that sends gradients; torch calls this on all ranks."""
+    if not hasattr(optimizer, "trainable_parameters"):
+        return
+    averaged = [each.averages for each in _LIVING if each.averages is not None]
+    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for averages in averaged:
+        if names := [name for name, p in zip(averages.names, averages.params, strict=True) if id(p) in given]:
+            raise ValueError(
+                f"compress_fsdp averages the gradients of {listed(names)}, and {type(optimizer).__name__} sends them "
+                "in a way of its own: use an ordinary optimizer, such as torch.optim.AdamW"
+            )
+
+
 def together(units: dict[str, float], full: float, beside: GradientCompression) -> dict[str, float]:
     """Return the metrics of units, which send ``full`` bytes in a step without compression, and of what is beside."""
     own = beside.metrics()
@@ -119,33 +149,6 @@ def together(units: dict[str, float], full: float, beside: GradientCompression) 
     found["steps_not_finite"] = max(own["steps_not_finite"], units["steps_not_finite"])  # mostly those of one step
     found["compression_ratio"] = whole / on_link if on_link else 1.0
     return found
-
-
-def is_mixed(parameters: Iterable[Tensor]) -> bool:
-    """True if some parameters with a gradient are sharded, and others are not."""
-    return len({hasattr(param, "device_mesh") for param in parameters if param.grad is not None}) > 1
-
-
-@torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip gradients of whole tensors and of shards by the norm of all of them, and return it. All ranks call."""
-    from torch.distributed.tensor import DTensor
-
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for param in parameters:
-        if param.grad is not None:
-            by_mesh.setdefault(getattr(param.grad, "device_mesh", None), []).append(param)
-    norms: list[Tensor] = []
-    for params in by_mesh.values():
-        norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    if not norms:
-        return torch.zeros(())
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    for mesh, params in by_mesh.items():
-        own = total if mesh is None else DTensor.from_local(total, mesh)
-        torch.nn.utils.clip_grads_with_norm_(params, max_norm, own)
-    return total
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:

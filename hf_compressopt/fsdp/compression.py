@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -43,7 +43,7 @@ from hf_compressopt.collectives.sender import SendRecord
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import SIGNS_PER_BYTE, Bucket, FlatLayout, bucket_numel_of, chunk_numel
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
-from hf_compressopt.fsdp.beside import BesideUnits, clip_grad_norm_, together
+from hf_compressopt.fsdp.beside import BesideUnits, together
 from hf_compressopt.fsdp.units import Unit, units_of
 from hf_compressopt.grad_compression import (
     FORMATS,
@@ -313,20 +313,6 @@ class FSDPCompression:
         """Find the trainable parameters that FSDP2 does not manage, and return their averages. All ranks call."""
         return self._beside.find()
 
-    def clip_grad_norm_(
-        self, max_norm: float, parameters: Iterable[Tensor] | None = None, norm_type: float = 2.0
-    ) -> Tensor:
-        """Clip gradients by their norm over all parameters, those in shards and those beside them, and return the norm.
-
-        All ranks call, after backward, as they would call torch's function, which takes no mixture of the two.
-
-        Args:
-            max_norm: The norm that is kept to.
-            parameters: Those whose gradients are clipped; None is all of the model.
-            norm_type: As in torch.nn.utils.
-        """
-        return clip_grad_norm_(self.model.parameters() if parameters is None else parameters, max_norm, norm_type)
-
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """All parameters as one param group, as a checkpoint expects it."""
@@ -581,8 +567,8 @@ def compress_fsdp(
 
     Trainable parameters that no ``fully_shard`` call manages, such as adapters that PEFT adds to a model which was
     sharded when it was loaded, get rank 0's values now (or before the first forward in training), and their gradients
-    are averaged over all ranks of the mesh after each backward pass that sends gradients. Torch's own
-    ``clip_grad_norm_`` cannot mix them with shards: clip by :meth:`FSDPCompression.clip_grad_norm_`.
+    are averaged over all ranks of the mesh after each backward pass that sends gradients. Torch's ``clip_grad_norm_``
+    takes them together with shards then.
 
     Args:
         model: The model, after its last ``fully_shard`` call. Parameters that are frozen now stay so.

@@ -27,8 +27,6 @@ from hf_compressopt.collectives.buffers import SharedBuffers
 from hf_compressopt.collectives.ddp import refuse_gradient_readers
 from hf_compressopt.collectives.sender import SendRecord, is_answered_for, named_parameters
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
-from hf_compressopt.fsdp.beside import clip_grad_norm_ as clip_mixed_
-from hf_compressopt.fsdp.beside import is_mixed
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression, MessageOptions
 from hf_compressopt.integrations import log
@@ -340,9 +338,6 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     ) -> Tensor | None:
         """Clip as Accelerate does; local gradients are clipped by a norm that all ranks agree on."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if is_mixed(parameters):  # older versions of Accelerate leave it to torch, which refuses
-            self.unscale_gradients()
-            return clip_mixed_(parameters, max_norm, norm_type)
         wanted = {id(p) for p in parameters}
         owners = [o for o in self.our_optimizers() if shares(o.trainable_parameters, wanted)]
         if owners and norm_type != 2:
