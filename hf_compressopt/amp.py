@@ -55,7 +55,7 @@ class GradScaler(torch.amp.GradScaler):
             if isinstance(optimizer, ZeroOptimizer):
                 optimizer.partition.reducer.note_scaler(self.get_scale())
             else:
-                optimizer.early_messages.expect_loss_scale(self.get_scale())
+                optimizer.expect_loss_scale(self.get_scale())
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of the scaler has: it does not know the optimizers."""
@@ -75,14 +75,12 @@ class GradScaler(torch.amp.GradScaler):
         scale = 1.0 / float(inv_scale)
         if inner.freed is not None:
             self._told = WeakSet([inner, *(self._told or ())])
-        inner.early_messages.note_loss_scale(scale)
-        if inner.plan.reduce_grads and inner.warmup_bits < 16:
-            inner.warmup_gradients.note_loss_scale(scale)
+        inner.note_loss_scale(scale)
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        inner.early_messages.note_unscaled()
-        if not inner.local_gradients:
+        is_local = inner.local_gradients
+        inner.note_unscaled(is_local and any(map(bool, found.values())))
+        if not is_local:
             return found
-        inner._consensus.note_overflow(any(map(bool, found.values())))
         return found or {found_inf.device: found_inf}
 
     def _maybe_opt_step(
@@ -90,9 +88,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> float | None:
         inner, found = innermost(optimizer), optimizer_state["found_inf_per_device"]
         if isinstance(inner, CompressedOptimizer) and inner.local_gradients:
-            inner.compare_passes()
             # all ranks agree here, or have agreed while clipping: torch itself looks at this rank's gradients only
-            agreed = float(inner._consensus.overflow_anywhere(inner.plan))
+            agreed = float(inner.overflow_anywhere())
             found.update({device: torch.full_like(value, agreed) for device, value in found.items()})
         if isinstance(inner, (CompressedOptimizer, ZeroOptimizer)) and any(map(bool, found.values())):
             inner.skip_step()

@@ -37,7 +37,8 @@ class Announcement:
     ) -> None:
         """``plain`` is what would send the gradients in its place, ``remedy`` what helps if it sends more than that."""
         self._plain, self._remedy = plain, remedy
-        self._attached = self._saved = False
+        self._attached = False
+        self.is_open = True  # not all lines were written
 
     def leave_to_others(self) -> None:
         """Say nothing: the lines of another object tell of this one too."""
@@ -55,13 +56,15 @@ class Announcement:
 
     def end(self, state: Announced, describe_memory: Callable[[], str] = str) -> None:
         """Say after the first step that has sent something how much less it was, or more."""
-        if self._saved or state.communicator.rank != 0 or state.communicator.world_size == 1:
+        if state.communicator.rank != 0 or state.communicator.world_size == 1:
+            self.is_open = False
+        if not self.is_open:
             return
         metrics, ranks = state.metrics(), state.communicator.topology.node_size  # of a node, which share its link
         sent, ratio = metrics["bytes_sent_step"] * ranks, metrics["compression_ratio"]
         if sent == 0 or ratio == 0:  # of parameters without elements
             return
-        self._saved = True
+        self.is_open = False
         link, plain = " over each node's link" * (ranks > 1), with_unit(sent * ratio)
         words = list(filter(None, [describe_memory()]))
         if ratio >= _NOTABLE:

@@ -27,6 +27,11 @@ _BITS_TOGETHER = {torch.float64: 20, torch.float32: 5}
 _Result = TypeVar("_Result")
 
 
+def digest_of(value: Any) -> int:
+    """Return a number below DIGEST_BOUND that stands for a value."""
+    return crc32(repr(value).encode()) % DIGEST_BOUND
+
+
 class Traffic:
     """Counters of what all communicators of an optimizer send, by the volume of a bandwidth-optimal algorithm.
 

@@ -17,6 +17,7 @@ from hf_compressopt.collectives.feedback import after_backward
 from hf_compressopt.collectives.gradients import (
     GradientBucket,
     GradientRounds,
+    OverlapForms,
     PlannedOptimizer,
     as_it_is,
     plain_buckets,
@@ -103,8 +104,8 @@ class GradientSync:
         """
         for optimizer in self.optimizers:
             optimizer.passes.begin()
-            if self._early and optimizer.early_messages.due(optimizer.plan, optimizer.last_plan):
-                optimizer.early_messages.leave_in_backward = True
+            if self._early and (overlap := _due_overlap(optimizer)) is not None:
+                overlap.sent_by_hook()
                 optimizer.passes.post(self.communicator)
                 optimizer.passes.check(now=False)
         if self._record is not None:
@@ -124,15 +125,15 @@ class GradientSync:
         plans = [optimizer.plan for optimizer in self.optimizers]
         reduced = [optimizer for optimizer, plan in zip(self.optimizers, plans, strict=True) if plan.reduce_grads]
         self._low = low = any(optimizer.warmup_gradients.bits < 32 for optimizer in reduced)
-        rows = zip(self.optimizers, plans, strict=True)
-        self._early = any(optimizer.early_messages.due(plan, optimizer.last_plan) for optimizer, plan in rows)
+        self._early = any(_due_overlap(optimizer) is not None for optimizer in self.optimizers)
         self._reduces = not plans or bool(reduced)
         unlike = 0 < len(reduced) < len(self.optimizers)
         self._sends = self.communicator.world_size > 1 and (self._early or low or unlike)
 
     def _note_gradients(self) -> None:
         for optimizer in self.optimizers:
-            optimizer.early_messages.note_gradients()
+            if optimizer.overlap is not None:
+                optimizer.overlap.note_gradients()
             optimizer.warmup_gradients.hand_out(self._rounds.first, self._rounds.before)
 
     def _start(self) -> None:
@@ -144,8 +145,8 @@ class GradientSync:
             plan = optimizer.plan
             if plan.reduce_grads:
                 buckets += optimizer.warmup_gradients.buckets(scale, owner=number, present=self.params)
-            elif optimizer.early_messages.due(plan, optimizer.last_plan):
-                buckets += optimizer.early_messages.buckets(scale, owner=number, present=self.params)
+            elif (overlap := _due_overlap(optimizer)) is not None:
+                buckets += overlap.buckets(scale, owner=number, present=self.params)
         others = [param for param in self.params if param.requires_grad and param not in owned] if self._reduces else []
         if len(others) != len(self._others[0]) or any(a is not b for a, b in zip(others, self._others[0], strict=True)):
             self._others = others, plain_buckets(others, self.communicator, len(self.optimizers))
@@ -153,6 +154,12 @@ class GradientSync:
         position = {param: number for number, param in enumerate(self.params)}
         buckets.sort(key=lambda bucket: min(position[param] for param in bucket.members()), reverse=True)
         self._rounds.begin(buckets, self.communicator)
+
+
+def _due_overlap(optimizer: PlannedOptimizer) -> OverlapForms | None:
+    """Return what sends the messages of the coming step during backward; None if they leave in the step."""
+    overlap = optimizer.overlap
+    return overlap if overlap is not None and overlap.due(optimizer.plan, optimizer.last_plan) else None
 
 
 def ddp_hook(

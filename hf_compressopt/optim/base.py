@@ -26,13 +26,14 @@ from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
-from hf_compressopt.kernels import Average, Combination, IntegerFormat
+from hf_compressopt.kernels import Combination, IntegerFormat
 from hf_compressopt.optim import options
-from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads
+from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, RankAgreement
 from hf_compressopt.optim.bucket_step import BucketStep, Exchange, finish
+from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group import ExtraState, GroupForm, GroupState, ParamGroups, by_communicator
-from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.math import evaluate, in_float32
+from hf_compressopt.optim.overlap import LATE_CLIP, OverlapSender
 from hf_compressopt.optim.sharded import FreedGradients
 from hf_compressopt.optim.state import STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
 from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
@@ -126,6 +127,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
     lr_warmup: Warmup = Warmup()
     #: The gradients that are sent and released during backward, with ``zero_stage=2``.
     freed: FreedGradients | None = None
+    #: What sends messages of the compressed stage during backward; None if they leave in the step.
+    overlap: OverlapSender | None
     step_was_skipped: bool = False
     skipped_steps: int = 0
     _replaced_before: bool = False  # others had written parameters before the state that was loaded last was saved
@@ -192,13 +195,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.bucket_numel, self.scale_block = bucket_numel_of(bucket_cap_mb, device.type), scale_block
         flat = make_communicator(process_group=process_group, device=device, **self._chosen)
         self.communicator = with_topology(flat, TopologyOptions(topology, node_size, node_bits), scale_block)
-        self._consensus = Consensus(self._states, self.communicator, self._tensors)
+        norm = "sketch" if clip == "late" else clip
+        self._agreement = RankAgreement(self._states, self.communicator, self._tensors, norm)
         super().__init__(params, defaults)
         groups = ParamGroups(self._states, self.communicator, WeakCall(self._follow_parameters))
         self.warmup_gradients = WarmupGradients(warmup_bits, groups, self._tensors)
-        self.early_messages = self._make_early_messages(groups)
-        self._consensus.early, self._consensus.warmup = self.early_messages, self.warmup_gradients
-        self._consensus.clip = "sketch" if clip == "late" else clip
+        self.overlap = self._make_overlap(groups)
+        self._agreement.listen_to(self.overlap, self.warmup_gradients)
         self._schedule_replaced()
         watch_clipping(self)
         if total_steps is not None:
@@ -280,8 +283,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """
         loss = evaluate(closure)
         plan = self._begin_step()
-        gradients, finite = self._consensus.final_gradients(plan, grads, self.max_grad_norm)
-        if not finite and self._consensus.asks(plan):
+        gradients, finite = self._agreement.final_gradients(plan, grads, self.max_grad_norm)
+        if not finite and self._agreement.asks(plan):
             self.skip_step()
             return loss
         self.warmup_gradients.commit(taken=True, given=grads is not None)
@@ -295,9 +298,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Follow the parameters, compare the ranks if it is time, and return the plan of the coming step."""
         self._follow_parameters()
         plan, before = self.plan, self.last_plan if self._step > 0 else None
-        self._announcement.begin(self, self._describe_start)
+        if self._announcement.is_open:
+            self._announcement.begin(self, self._describe_start)
         self.compare_passes()
-        self._consensus.comparison.check(plan, before, self.must_be_alike)
+        self._agreement.check(plan, before, self.must_be_alike)
         return plan
 
     def compare_passes(self) -> None:
@@ -309,9 +313,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if self._met or self.communicator.world_size == 1 or not self.passes.are_known:
             return
         plan, before = self.plan, self.last_plan
-        early = self.early_messages
         is_first = self._step > 0 and before.reduce_grads and not plan.reduce_grads
-        if is_first or (early.leave_in_backward and early.due(plan, before)):
+        if is_first or (self.overlap is not None and self.overlap.a_hook_sends and self.overlap.due(plan, before)):
             self._met = True
             self.passes.compare(self.communicator, in_step=True)
         elif self.freeze_step == AUTO and plan.reduce_grads and not plan.stage.number:
@@ -362,8 +365,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         """Take the compressed step of some param groups: several buckets are on their way at the same time."""
-        if self.early_messages.enabled:
-            self.early_messages.commit(states)
+        if self.overlap is not None:
+            self.overlap.commit(states)
         shared = {state.number: self._begin_group(plan, state) for state in states}
         for communicator, together in by_communicator(states):
             steps: list[BucketStep] = []
@@ -383,7 +386,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         waiting: list[tuple[BucketStep, Exchange]] = []
         messages: list[Combination] = []
         for step in run:
-            average = self._take_early(step)
+            average = None if self.overlap is None else self.overlap.take_average(step.state, step.bucket)
+            if average is not None:
+                step.grads = None  # its message needs no gradient any more
             exchange = self._compressed(step)
             message = next(exchange)
             if average is None:
@@ -399,15 +404,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         del messages, message  # gradients may be freed while their messages travel
         for (step, exchange), average in zip(waiting, (yield from task), strict=True):
             finish(exchange, step.state.masked(step.bucket, average))
-
-    def _take_early(self, step: BucketStep) -> Average | None:
-        """Return the average of a bucket whose message was sent during backward, and so needs no gradient."""
-        if not self.early_messages.enabled:
-            return None
-        average = self.early_messages.take_average(step.state, step.bucket)
-        if average is not None:
-            step.grads = None
-        return average
 
     def _message_of(
         self, plan: StepPlan, state: GroupState, bucket: Bucket, errors: BucketErrors, grads: Sequence[Tensor | None]
@@ -426,7 +422,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 state.errors.scale_([factor] * len(state.params))
         self._freeze()
         sent, norm = self._after_the_switch
-        norm = ESTIMATE if self._consensus.clip == "sketch" else norm
+        norm = ESTIMATE if self._agreement.clip == "sketch" else norm
         told = "with one rank nothing is sent, and so nothing is compressed"
         if self.communicator.world_size > 1:
             told = f"from here on gradients stay local, {sent} is sent as signs, and a reported grad_norm is {norm}"
@@ -435,20 +431,24 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _clip_of_errors(self) -> float:
         """Return the clip coefficient of the gradients whose errors the warmup stage leaves."""
-        return self._consensus.clip_coefficient() if self.warmup_gradients.in_messages else 1.0
+        return self._agreement.clip_coefficient() if self.warmup_gradients.in_messages else 1.0
 
     def _end_step(self, plan: StepPlan, *, taken: bool) -> None:
         """Close a step, which was taken or skipped."""
         self.step_was_skipped = not taken
         self._met = False
-        self._consensus.end_step(compared=plan.agree or plan.synchronize)
-        self.early_messages.end_step(taken=taken)
+        self._agreement.end_step(compared=plan.agree or plan.synchronize)
+        if self.overlap is not None:
+            self.overlap.end_step(taken=taken)
+        elif taken:
+            self._tensors.pop(LATE_CLIP, None)  # of a run that was another one before
         self.warmup_gradients.commit(taken=False)  # of what no step has taken
         if plan.reduce_grads or self.warmup_gradients.in_use:
             self.warmup_gradients.end_step(plan)
         self.traffic.end_step(local=not plan.agree)
         if taken:
-            self._announcement.end(self)
+            if self._announcement.is_open:
+                self._announcement.end(self)
             self._compare_bytes(plan)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     @property
     def local_gradients(self) -> bool:
         """True if some gradients of the coming step are this rank's own, so that ranks must agree on their norm."""
-        return self._consensus.are_local(self.plan)
+        return self._agreement.are_local(self.plan)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
@@ -478,7 +478,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
-        norm = self._consensus.clip_(self._begin_step(), max_norm, parameters)
+        norm = self._agreement.clip_(self._begin_step(), max_norm, parameters)
         if isinstance(norm, Tensor):
             return norm.float()
         return torch.full((), in_float32(norm), dtype=torch.float32, device=self.communicator.device)
@@ -486,11 +486,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
     @property
     def passes(self) -> StepPasses:
         """The backward passes for the coming step that average_gradients or DistributedDataParallel's hook knows."""
-        return self._consensus.passes
+        return self._agreement.passes
 
     def note_clipping(self, norm: float | Tensor, max_norm: float) -> None:
         """Record that another function has clipped the averaged gradients of the coming step by their norm."""
-        self._consensus.clipping = norm, max_norm
+        self._agreement.note_clipping(norm, max_norm)
 
     def skip_step(self) -> None:
         """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""
@@ -503,8 +503,36 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others."""
         options.refuse_uneven_inputs(self)
 
-    def _make_early_messages(self, groups: ParamGroups) -> EarlyMessages:
-        return EarlyMessages(self._clip == "late", groups, self._tensors, WeakCall(self._message_of))
+    def _make_overlap(self, groups: ParamGroups) -> OverlapSender | None:
+        if self._clip != "late":
+            return None
+        return OverlapSender(groups, self._tensors, WeakCall(self._message_of))
+
+    # -- a gradient scaler ---------------------------------------------------------------------------------------------
+
+    def expect_loss_scale(self, scale: float) -> None:
+        """Take over the factor that the gradients of the coming backward pass carry."""
+        if self.overlap is not None:
+            self.overlap.expect_loss_scale(scale)
+
+    def note_loss_scale(self, scale: float) -> None:
+        """Take over the factor that the gradients of the coming step carry, which a scaler divides out now."""
+        if self.overlap is not None:
+            self.overlap.note_loss_scale(scale)
+        if self.plan.reduce_grads and self.warmup_bits < 16:
+            self.warmup_gradients.note_loss_scale(scale)
+
+    def note_unscaled(self, overflow: bool) -> None:
+        """Record that a scaler has divided the factor out, and whether it found a value that is not finite."""
+        if self.overlap is not None:
+            self.overlap.note_unscaled()
+        if self.local_gradients:
+            self._agreement.note_overflow(overflow)
+
+    def overflow_anywhere(self) -> bool:
+        """Return whether the gradients of the coming step are not finite on any rank. All ranks call."""
+        self.compare_passes()
+        return self._agreement.overflow_anywhere(self.plan)
 
     # -- the schedule --------------------------------------------------------------------------------------------------
 
@@ -701,7 +729,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._states.append(state)
         self._show_moments(state)
         # ranks that have taken steps meet at the next small message: only one of them may have called this
-        self._consensus.comparison.has_new_groups = True
+        self._agreement.startup.groups_added()
         self.passes.note_members(len(self.shared_parameters()))
 
     def _follow_parameters(self) -> None:
@@ -711,7 +739,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 state.to(state.params[0].device)
                 self.communicator.device = state.communicator.device = state.device
                 self._show_moments(state)
-                self._consensus.comparison.checked = False
+                self._agreement.startup.begin_anew()
 
     def _show_moments(self, state: GroupState) -> None:
         self.state.update({param: state.torch_state(index) for index, param in enumerate(state.params)})
@@ -810,9 +838,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _state_loaded(self) -> None:
         """Update everything that is derived from the state. In the warmup stage every parameter moves."""
-        self._consensus.comparison.checked = False
-        self._consensus.held_fault = None
-        self.early_messages.state_loaded()
+        self._agreement.state_loaded()
+        if self.overlap is not None:
+            self.overlap.state_loaded()
         self.warmup_gradients.state_loaded()
         for state in self._states:
             state.still = [False] * len(state.params)
@@ -837,7 +865,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return self._metrics(self.traffic.mean_bytes())
 
     def _metrics(self, sent: float) -> dict[str, float]:
-        states, traffic, noise = self._states, self.traffic, self._consensus.noise.scale
+        states, traffic, noise = self._states, self.traffic, self._agreement.noise.scale
         full = sum(all_reduce_bytes(state.params, state.communicator.world_size) for state in states)
         node_size = max((s.communicator.topology.node_size for s in states), default=1)  # all ranks of the node send
         in_full = self.last_plan.reduce_grads and not self.warmup_gradients.in_use

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.optim import options
-from hf_compressopt.optim.agreement import Grads
 from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group import GroupState, ParamGroups, mean_variance_norm
-from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.options import NO_STATE
+from hf_compressopt.optim.overlap import OverlapSender
 from hf_compressopt.optim.sharded import FreedGradients, freeze_moments, take_sharded_step
 from hf_compressopt.optim.state import HISTORY
 from hf_compressopt.schedules import AUTO, StepPlan, carry_history, variance_stability
@@ -97,12 +97,12 @@ class CompressedAdam(CompressedOptimizer):
     def _take_step_of_shards(self, states: Sequence[GroupState], gradients: Grads) -> None:
         take_sharded_step(states, gradients, self.freed, bits=self.warmup_bits, fused=self._fused_warmup)
 
-    def _make_early_messages(self, groups: ParamGroups) -> EarlyMessages:
+    def _make_overlap(self, groups: ParamGroups) -> OverlapSender | None:
         if self.zero_stage == 2:
             sends = groups, self._tensors, WeakCall(self._message_of)
             clips = self.max_grad_norm > 0
             self.freed = FreedGradients(*sends, WeakCall(self._begin_step), bits=self.warmup_bits, clips=clips)
-        return self.freed or super()._make_early_messages(groups)
+        return self.freed or super()._make_overlap(groups)
 
     # -- the end of the warmup stage -----------------------------------------------------------------------------------
 

@@ -638,6 +638,22 @@ def has_own_groups(states: Iterable[GroupState]) -> bool:
     return any(state.own_rank is not None for state in states)
 
 
+def hyperparameters_of(states: Iterable[GroupState]) -> list[list[Any]]:
+    """Return the hyperparameters of the param groups that all ranks hold, as JSON holds them."""
+    found: list[list[Any]] = []
+    for group in (state.options for state in states if state.own_rank is None):
+        numbers = *(group.get(name, 0) for name in ("lr", "eps", "weight_decay")), *group["betas"]
+        flags = (group.get(name) for name in ("bias_correction", "eps_inside_sqrt"))
+        found.append([*map(float, numbers), *map(bool, flags)])
+    return found
+
+
+def trained_of(states: Iterable[GroupState]) -> list[str]:
+    """Return for each param group that all ranks hold, and each parameter, "1" if it requires a gradient."""
+    shared = (state for state in states if state.own_rank is None)
+    return ["".join("01"[param.requires_grad] for param in state.params) for state in shared]
+
+
 def mean_variance_norm(
     states: Iterable[GroupState],
     counts: Callable[[GroupState], tuple[list[float], list[float]]],

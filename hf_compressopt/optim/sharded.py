@@ -24,7 +24,7 @@ the servers clip:
 
     u_r = g_r + worker_error;  messages <- Q(u_r);  rank j: g = c mean_r Q(u_r),  c = min(1, max_norm / norm)   (6)
 
-In the compressed stage a bucket is sent as with clip="late" (:mod:`~hf_compressopt.optim.late`), by the clip
+In the compressed stage a bucket is sent as with clip="late" (:mod:`~hf_compressopt.optim.overlap`), by the clip
 coefficient of the step before. In both stages errors change where all ranks know that the step is taken.
 
 Sources: ZeRO (arXiv 1910.02054), 1-bit Adam (arXiv 2102.02888), LoCo (arXiv 2407.04480).
@@ -60,10 +60,10 @@ from hf_compressopt.kernels import SKETCH_NUMEL, Average, Combination, Errors, I
 from hf_compressopt.kernels.adam import AdamTensors
 from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, highest_points
 from hf_compressopt.kernels.memory import numbers_on
-from hf_compressopt.optim.agreement import Grads, MeanNorm, StepGradients, find_fault
+from hf_compressopt.optim.gradients import Gradients, Grads, MeanNorm, find_fault
 from hf_compressopt.optim.group import GroupState, MomentShards, ParamGroups, part_of
-from hf_compressopt.optim.late import UNCLIPPED, Backward, EarlyMessages, Key, MessageOf, SignBucket
 from hf_compressopt.optim.math import adam_step_, correct_bias_, sum_of
+from hf_compressopt.optim.overlap import UNCLIPPED, Backward, Key, MessageOf, OverlapSender, SignBucket
 from hf_compressopt.schedules import StepPlan
 
 _Counts = tuple[Sequence[float], Sequence[float]]
@@ -343,7 +343,7 @@ class _SentGradients:
     is_late: bool = False  # a gradient came after a part of it was sent, or a pass after one that had raised
 
 
-class FreedGradients(EarlyMessages):
+class FreedGradients(OverlapSender):
     """Gradients that are sent and freed during backward: a :class:`~hf_compressopt.collectives.backward.Sender`.
 
     They are those of the groups whose moments are shared out. ``loss_scale`` returns the factor of the coming pass;
@@ -362,7 +362,7 @@ class FreedGradients(EarlyMessages):
         bits: int,
         clips: bool,
     ) -> None:
-        super().__init__(True, groups, tensors, message_of)
+        super().__init__(groups, tensors, message_of)
         self._begin_step, self._form, self._clips = begin, IntegerFormat(bits), clips
         self.loss_scale: Callable[[], float] | None = None
         self._passes: BackwardPasses | None = None
@@ -547,7 +547,7 @@ class FreedGradients(EarlyMessages):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def put_into(self, gradients: StepGradients) -> None:
+    def put_into(self, gradients: Gradients) -> None:
         if self._was_sent:
             gradients.freed = self
             gradients.fault = gradients.fault or self._sent.fault
@@ -567,11 +567,15 @@ class FreedGradients(EarlyMessages):
     def signature(self) -> list[Key]:
         return [*super().signature, *sorted(self._sent.means)]
 
-    def agree(self) -> None:
-        """Check that the same gradients were sent on all ranks, too."""
+    def agree(self, *, differ: bool) -> None:
+        """Check, if the ranks ``differ``, that the same gradients were sent on all of them."""
+        if differ:
+            self._require_same_messages()
+        super().agree(differ=differ)
+
+    def _require_same_messages(self) -> None:
         what = "what has left in backward (did all of them call zero_grad() and backward() alike?)"
         self._communicator.require_equal(what, [list(key) for key in self.signature] if self.holds_gradients() else [])
-        super().agree()
 
     @property
     def is_exact(self) -> bool:

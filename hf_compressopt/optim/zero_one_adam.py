@@ -32,9 +32,9 @@ from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.kernels import AdamUpdate, Average, Descent, LocalUpdate, ParameterSync
 from hf_compressopt.kernels.memory import numbers_on
-from hf_compressopt.optim.agreement import Grads, digest_of
 from hf_compressopt.optim.bucket_step import BucketStep, Exchange
 from hf_compressopt.optim.compressed_adam import CompressedAdam
+from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group import ExtraState, GroupState
 from hf_compressopt.optim.math import advance_all_, bit_sum
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
@@ -342,7 +342,7 @@ class ZeroOneAdam(CompressedAdam):
         following = self.plan_at(plan.step + 1)
         signs_follow = following.stage is Stage.VARIANCE and not following.update_variance
         if plan.update_variance and signs_follow and self.warmup_gradients.in_messages:
-            self.warmup_gradients.note_clipping(self._consensus.clip_coefficient())
+            self.warmup_gradients.note_clipping(self._agreement.clip_coefficient())
 
     def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
         return state.steps.tolist(), state.extra["variance_steps"].tolist()
@@ -387,7 +387,7 @@ class ZeroOneAdam(CompressedAdam):
             step.kernels.sync_parameters_(update)  # (6), (7)
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
-        with self.warmup_gradients.signs(plan, self.variance_floor, self._consensus.read):
+        with self.warmup_gradients.signs(plan, self.variance_floor, self._agreement.coming.variances):
             super()._compressed_step(plan, states, gradients)
 
     # -- local-step stage ---------------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ class ZeroOneAdam(CompressedAdam):
         self._interval.begin_step()
         written, usable = self._parameters_were_written(plan, gradients) if plan.synchronize else (False, True)
         gradients = gradients if usable else None
-        if gradients is None and self._consensus.held_fault is None:
+        if gradients is None and not self._agreement.holds_fault:
             message = "step %d: a gradient of rank %d is not finite; the rank steps with its momentum"
             write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)
         for state in states:
@@ -434,18 +434,8 @@ class ZeroOneAdam(CompressedAdam):
         """Return whether parameters were written on any rank, and whether this rank's gradients are finite."""
         states = [state for state in self._states if state.compressed and state.own_rank is None]
         so_far = [self._interval.since_sync(state) for state in states]
-        digest = digest_of((self._consensus.comparison.snapshot(), so_far, self.passes.count))
-        # two in every message that is counted: a resumed run, which compares once more, sends the same bytes
-        digests = digest, self._consensus.second_digest(plan, gradients)
         written = self._interval.written(self.communicator.device)
-        anywhere, usable, alike = self._consensus.compare_at_sync(written, digests)
-        if not alike[0]:
-            self._consensus.comparison.require_same_snapshot()
-            self.communicator.require_equal("their learning rates since the last sync", so_far)
-            self.passes.compare(self.communicator, in_step=True)
-        self._consensus.comparison.compare_new_groups(plan)
-        self._consensus.heed_second(plan, alike[1:], usable=usable)
-        return anywhere, usable
+        return self._agreement.compare_at_sync(plan, gradients, written, so_far)
 
     # -- one set of parameters ----------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.backward import BackwardPasses
-from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.communicator import Communicator, digest_of
 from hf_compressopt.collectives.exchange import (
     Pipeline,
     Task,
@@ -51,7 +51,6 @@ from hf_compressopt.collectives.feedback import MessageErrors
 from hf_compressopt.flat import FLOAT_BYTES, Span
 from hf_compressopt.kernels import Average, Combination, CompactErrors, IntegerFormat, Segment, sum_of_squares
 from hf_compressopt.kernels.memory import fetch_later, flat_view, in_memory, is_direct, numbers_on
-from hf_compressopt.optim.agreement import digest_of
 from hf_compressopt.optim.math import known_clip_factor
 from hf_compressopt.zero.config import ZeroConfig
 from hf_compressopt.zero.parts import Part, Slice, TrainedParameter, UpdateBucket, write_span

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import TrainingArguments
 
 from hf_compressopt import CompressOptAccelerator, ZeroOneAdam
-from hf_compressopt.optim.late import EarlyMessages
+from hf_compressopt.optim.overlap import OverlapSender
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.spreading import short
 from tests.support.trainer_runs import (
@@ -265,21 +265,21 @@ def test_the_family_trains_evaluates_saves_and_resumes(name: str, tmp_path: Path
 
 def run_watched(rank: int, world_size: int, clip: str, arguments: dict[str, Any], overflow: bool) -> dict[str, Any]:
     early: list[bool] = []
-    end_step, left = EarlyMessages.end_step, EarlyMessages.left
+    end_step, left = OverlapSender.end_step, OverlapSender.left
 
-    def watched_end(self: EarlyMessages, *, taken: bool) -> None:
+    def watched_end(self: OverlapSender, *, taken: bool) -> None:
         end_step(self, taken=taken)
         early.append(self.seen)  # type: ignore[attr-defined]
 
-    def watched_left(self: EarlyMessages, gradients: Any) -> frozenset[int]:
+    def watched_left(self: OverlapSender, gradients: Any) -> frozenset[int]:
         found = left(self, gradients)
         self.seen = len(found) > 0  # type: ignore[attr-defined]
         return found
 
     options = {"optim": "onebit_adam", "optim_args": f"freeze_step=3,clip={clip}", "max_grad_norm": 0.5, **arguments}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EarlyMessages, "end_step", watched_end)
-        patch.setattr(EarlyMessages, "left", watched_left)
+        patch.setattr(OverlapSender, "end_step", watched_end)
+        patch.setattr(OverlapSender, "left", watched_left)
         result = train(rank, world_size, Run(options, overflow=(1, 5) if overflow else None, scaler=overflow))
     skipped = [row["skipped"] for row in result["rows"]]
     return {**result, "early": early, "norms": logged(result, "grad_norm"), "skipped": skipped}

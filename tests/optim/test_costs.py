@@ -251,11 +251,11 @@ def count_fetches(rank: int, name: str, options: dict[str, Any], tensors: int, c
         counter = Fetches(optimizer)
         copies.clear()
         if compares:  # whether the ranks' gradients are their own, as in the first step of a process
-            optimizer._consensus._gradients_compared = False
+            optimizer._agreement._gradients_compared = False
         with counter.counting():
             model(torch.randn(16, 16, generator=torch.Generator().manual_seed(2 * step + rank))).backward()
         if way == "hook" and options.get("clip") == "late" and step == 6:
-            assert optimizer.early_messages.signature, "no message has left early"
+            assert optimizer.overlap.signature, "no message has left early"
         if way != "hook":
             with counter.counting() if way == "counted loop" else nullcontext():
                 average_gradients(optimizer)

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_compressopt
 from hf_compressopt import OnebitAdam, attach_ddp
 from hf_compressopt.kernels import Segment
-from hf_compressopt.optim import late
+from hf_compressopt.optim import overlap
 from hf_compressopt.optim.bucket_step import finish
-from hf_compressopt.optim.late import LATE_CLIP, Backward, EarlyMessages, LastNorm
+from hf_compressopt.optim.overlap import LATE_CLIP, Backward, LastNorm, OverlapSender
 from tests.oracles.steps import same
 from tests.support.ddp_runs import (
     CLIP,
@@ -80,7 +80,7 @@ def test_without_clipping_the_bits_are_those_of_messages_in_the_step(
             for (model, _, optimizer), scaler in zip(runs, scalers, strict=True):
                 backward(model, rank, step - 1, also=not sometimes or step % 2 == 1, scaler=scaler, **passes)
                 if optimizer is runs[0][2]:
-                    left = len(optimizer.early_messages.signature)
+                    left = len(optimizer.overlap.signature)
                     assert (left > 0) == (step >= FIRST and world_size > 1), name
                 end_step(optimizer, scaler)
             assert same(*(tensors_of(*run[1:]) for run in runs)), (name, step)
@@ -104,7 +104,7 @@ def test_messages_carry_the_coefficient_of_the_step_before(rank: int, world_size
     for step in range(STEPS):
         backward(ddp, rank, step)
         grads = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
-        early = len(optimizer.early_messages.signature) > 0
+        early = len(optimizer.overlap.signature) > 0
         assert early == (step + 1 >= FIRST)
         if early:
             norm, max_norm, _, _ = optimizer._tensors[LATE_CLIP].tolist()
@@ -165,9 +165,9 @@ def test_a_spike_on_one_rank(rank: int, world_size: int, at_once: bool) -> None:
     """Rank 0's loss is a thousand times as large in one step: its own coefficients fall during backward."""
     ddp, net, optimizer = attached("late", CLIP)
     found: dict[int, list[float]] = {step: [] for step in range(STEPS)}
-    original = EarlyMessages.message
+    original = OverlapSender.message
 
-    def record(self: EarlyMessages, *of: Any) -> Any:
+    def record(self: OverlapSender, *of: Any) -> Any:
         z = original(self, *of)
         own, sent = (
             torch.cat([segment.part for segment in each.grads if segment.tensor is not None])
@@ -177,12 +177,12 @@ def test_a_spike_on_one_rank(rank: int, world_size: int, at_once: bool) -> None:
         return z
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EarlyMessages, "message", record)
-        patch.setattr(late, "reads_at_once", lambda device: at_once)
+        patch.setattr(OverlapSender, "message", record)
+        patch.setattr(overlap, "reads_at_once", lambda device: at_once)
         for step in range(STEPS):
             factor = 1e3 if rank == 0 and step == STEPS - 2 else 1.0
             (factor * loss_of(ddp, rank, step)).backward()
-            assert not optimizer.early_messages.overflow()  # all have arrived
+            assert not optimizer.overlap.overflow()  # all have arrived
             end_step(optimizer)
     usual, spiked = found[STEPS - 3], found[STEPS - 2]
     if rank == 0:
@@ -208,7 +208,7 @@ def test_messages_whose_step_does_not_follow_are_dropped(rank: int, world_size: 
             end_step(optimizer)
         results.append(tensors_of(net, optimizer))
     backward(ddp, rank, 0)
-    assert optimizer.early_messages.signature
+    assert optimizer.overlap.signature
     optimizer.step(grads=[p.grad for group in optimizer.param_groups for p in group["params"]])
     assert same(*results)
 
@@ -255,7 +255,7 @@ def test_messages_count_only_for_the_gradients_that_they_were_made_from(
                     act([p for p in net.parameters() if p.requires_grad], rank)
                 elif step == STEPS - 3:
                     optimizer.zero_grad(set_to_none=act)
-                assert optimizer is not runs[0][2] or bool(optimizer.early_messages.signature) == (step + 1 >= FIRST)
+                assert optimizer is not runs[0][2] or bool(optimizer.overlap.signature) == (step + 1 >= FIRST)
                 given_any = any(p.grad is not None for p in net.parameters())  # else a scaler refuses
                 end_step(optimizer, scaler if given_any else None)
             assert same(*(tensors_of(net, optimizer) for _, net, optimizer, _ in runs)), (name, step)
@@ -266,7 +266,7 @@ def test_clipping_by_parts_does_not_overlap(rank: int, world_size: int) -> None:
     ddp, _, optimizer = attached("late")
     for step in range(STEPS):
         backward(ddp, rank, step)
-        assert bool(optimizer.early_messages.signature) == (step == STEPS - 1)
+        assert bool(optimizer.overlap.signature) == (step == STEPS - 1)
         optimizer.clip_grad_norm_(CLIP, optimizer.param_groups[0]["params"] if step < STEPS - 2 else None)
         end_step(optimizer)
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import hf_compressopt
 from hf_compressopt import OnebitAdam
-from hf_compressopt.optim.agreement import NOISE
-from hf_compressopt.optim.late import LATE_CLIP
+from hf_compressopt.optim.gradients import NOISE
+from hf_compressopt.optim.overlap import LATE_CLIP
 from hf_compressopt.optim.state import check_tensors
 from hf_compressopt.schedules import Schedule
 from tests.oracles.steps import same, tensors_in

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_compressopt import OnebitAdam, ZeroOneAdam, load_state, save_state
-from hf_compressopt.optim.agreement import GradientNoise, sketch_size
+from hf_compressopt.optim.gradients import GradientNoise, sketch_size
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.logs import log_lines
 

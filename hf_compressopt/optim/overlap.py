@@ -26,7 +26,7 @@ from hf_compressopt.collectives.gradients import GradientBucket
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, Segment, all_finite, sum_of_squares
 from hf_compressopt.kernels.memory import reads_at_once
-from hf_compressopt.optim.agreement import StepGradients
+from hf_compressopt.optim.gradients import Gradients
 from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.math import clip_factor
 from hf_compressopt.schedules import StepPlan
@@ -105,12 +105,12 @@ class SignBucket(GradientBucket):
     waits_in_step: ClassVar[bool] = True
     state: GroupState
     number: int  # among the buckets of the group
-    messages: EarlyMessages
+    messages: OverlapSender
     old: BucketErrors
     new: BucketErrors
 
     @classmethod
-    def all_of(cls, state: GroupState, messages: EarlyMessages, owner: int = 0) -> list[SignBucket]:
+    def all_of(cls, state: GroupState, messages: OverlapSender, owner: int = 0) -> list[SignBucket]:
         """Return the buckets of a group, with its errors, and the new ones of the pass that has begun."""
         rows = enumerate(zip(state.layout.buckets, state.feedback, state.new_feedback, strict=True))
         of = state.params, state.communicator, owner, state
@@ -161,7 +161,7 @@ def _is_unchanged(made: _Made | None, grad: Tensor | None) -> bool:
     return made[0]() is grad and made[1] == grad._version
 
 
-class EarlyMessages:
+class OverlapSender:
     """The messages of one optimizer that are sent during backward.
 
     A step takes a param group's messages only if all of them were sent in the backward pass before it, and if its
@@ -170,12 +170,11 @@ class EarlyMessages:
     agreed on that, as they do when they clip, comes too late for the step.
     """
 
-    leave_in_backward = False  # DistributedDataParallel's hook sends them, after the ranks have compared their passes
+    a_hook_sends = False  # DistributedDataParallel's, after the ranks have compared their passes
     always = False  # whether the messages of every step are, so that a step without clipping says so
 
-    def __init__(self, enabled: bool, groups: ParamGroups, tensors: dict[str, Tensor], message_of: MessageOf) -> None:
-        self.enabled, self._tensors = enabled, tensors
-        self._message_of = message_of
+    def __init__(self, groups: ParamGroups, tensors: dict[str, Tensor], message_of: MessageOf) -> None:
+        self._tensors, self._message_of = tensors, message_of
         self._states, self._communicator, self._follow = groups
         self.agreed = True  # the ranks have agreed on the messages that count, or there are none
         self._arrived: dict[Key, Early | None] = {}  # those that count; None while one is on its way
@@ -204,9 +203,13 @@ class EarlyMessages:
         self._plan = plan
         sends = plan.agree and plan.synchronize and not plan.reduce_grads and before.stage is plan.stage
         sends = sends and not plan.update_variance
-        if not self.enabled or not sends or self._communicator.world_size == 1:
+        if not sends or self._communicator.world_size == 1:
             return False
         return self._unclipped if LATE_CLIP not in self._tensors else self._last_norm() is not None
+
+    def sent_by_hook(self) -> None:
+        """Note that a hook sends the messages from now on."""
+        self.a_hook_sends = True
 
     def buckets(self, loss_scale: float | None, *, owner: int, present: Collection[Tensor]) -> list[GradientBucket]:
         """Return the buckets that are sent, and drop what an earlier backward pass has sent of these param groups."""
@@ -266,7 +269,7 @@ class EarlyMessages:
     def complete(self) -> None:
         """Send what the coming step needs, if it was not sent. All ranks call."""
 
-    def put_into(self, gradients: StepGradients) -> None:
+    def put_into(self, gradients: Gradients) -> None:
         """Merge what was sent into this step."""
         gradients.left = self.left(gradients.groups)
 
@@ -290,8 +293,13 @@ class EarlyMessages:
         made = self._made_from.get(state.number, [])
         return len(made) == len(grads) and all(map(_is_unchanged, made, grads))
 
-    def agree(self) -> None:
-        """Drop what another rank has dropped, after ranks have found that their signatures differ. All ranks call."""
+    def agree(self, *, differ: bool) -> None:
+        """Note that the ranks have agreed on what counts. If they ``differ``, drop what another one has dropped."""
+        if differ:
+            self._drop_what_others_lack()
+        self.agreed = True
+
+    def _drop_what_others_lack(self) -> None:
         with self._communicator.traffic.paused():
             everyone = self._communicator.all_gather_object([list(key) for key in self.signature])
         lost = {key[0] for key in self._arrived if any(list(key) not in keys for keys in everyone)}
@@ -375,7 +383,7 @@ class EarlyMessages:
     def end_step(self, *, taken: bool) -> None:
         """Close a step: keep the norm of one that was taken, and drop the rest."""
         noted = UNCLIPPED if self._noted is None and self.always else self._noted
-        if taken and self.enabled and noted is not None:
+        if taken and noted is not None:
             numbers = [*noted, self._loss_scale]
             self._tensors[LATE_CLIP] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         elif taken:
