@@ -32,12 +32,11 @@ from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Member
 from hf_compressopt.collectives.gradients import (
     GradientBucket,
     GradientRounds,
-    as_it_is,
     begin_pass,
     low_bit_buckets,
     plain_buckets,
 )
-from hf_compressopt.collectives.sender import SendRecord, check_bucket, listed, note_sent
+from hf_compressopt.collectives.sender import SendRecord, as_it_is, check_bucket, listed, note_sent
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
@@ -429,7 +428,8 @@ class GradientCompression:
         self._follow()
         self._check_ranks()
         self._read_fault()
-        self._announcement.begin(self)
+        if self._announcement.is_open:
+            self._announcement.begin(self)
         if not self._buckets:
             dtype = torch.float32 if self.communicator.name == "mpi" else None  # it sums no 16-bit numbers
             if self.bits == _FULL_BITS:
@@ -452,7 +452,8 @@ class GradientCompression:
             self._steps_not_finite += 1
             self._warn_not_finite(self.steps, self._whose_were_not_finite())
         self.traffic.end_step()
-        self._announcement.end(self)
+        if self._announcement.is_open:
+            self._announcement.end(self)
 
     def _whose_were_not_finite(self) -> str:
         """Say whose gradients were not finite, by what their messages have missed. All ranks call."""

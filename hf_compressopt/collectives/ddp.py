@@ -19,10 +19,9 @@ from hf_compressopt.collectives.gradients import (
     GradientRounds,
     OverlapForms,
     PlannedOptimizer,
-    as_it_is,
     plain_buckets,
 )
-from hf_compressopt.collectives.sender import SendRecord, check_bucket, note_sent
+from hf_compressopt.collectives.sender import SendRecord, as_it_is, check_bucket, note_sent
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 
 

@@ -560,6 +560,11 @@ class HandedOut:
             each.errors.drop()
         self._made, self._used, self._kept = {}, {}, None
 
+    def stop_watching(self) -> None:
+        """Take the hook off until gradients are handed out again."""
+        _remove(self._handles)
+        self._witness = None
+
     def _commit(self, *, closes: bool = True) -> None:
         for each in self._members():
             flags = each.flags(self._used)

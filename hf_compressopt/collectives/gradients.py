@@ -24,7 +24,7 @@ from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator, 
 from hf_compressopt.collectives.exchange import BucketErrors, Order, Pipeline, Task, all_reduce, in_runs
 from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members
 from hf_compressopt.collectives.passes import StepPasses
-from hf_compressopt.collectives.sender import forget_plain_passes, note_sent, passes_of, size_of
+from hf_compressopt.collectives.sender import forget_plain_passes, future_on, note_sent, passes_of, size_of
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment
@@ -321,7 +321,7 @@ class GradientRounds:
         ``refuse`` is called with parameters that are in no bucket of the round; their gradients stay local.
         """
         buffer = bucket.buffer()
-        future = _future_on(buffer.device)
+        future = future_on(buffer.device)
         if bucket.index() == 0:
             self._futures, self.first, self.before = [], bucket.parameters()[0], {}
             start()
@@ -351,17 +351,6 @@ class GradientRounds:
         if any(mine is not None and mine.numel() and mine.data_ptr() != grad.data_ptr() for mine, grad in rows):
             found = ((param, mine) for param, mine in zip(params, own, strict=True) if mine is not None)
             self.before.update((param, mine._version) for param, mine in found)
-
-
-def as_it_is(buffer: Tensor) -> torch.futures.Future[Tensor]:
-    """Return a future whose value is there: a buffer, for DDP hooks that leave it local."""
-    future = _future_on(buffer.device)
-    future.set_result(buffer)
-    return future
-
-
-def _future_on(device: torch.device) -> torch.futures.Future[Tensor]:
-    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
 def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:

@@ -183,6 +183,18 @@ def check_bucket(bucket: Any) -> None:
         raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
 
 
+def as_it_is(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """Return a future whose value is there: a buffer, for DDP hooks that leave it local."""
+    future = future_on(buffer.device)
+    future.set_result(buffer)
+    return future
+
+
+def future_on(device: torch.device) -> torch.futures.Future[Tensor]:
+    """Return a future of gradients on a device, for DDP hooks."""
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+
+
 def size_of(tensor: Tensor | None) -> float | None:
     """The sum of the absolute values of a dense tensor; None if there is none."""
     if tensor is None or tensor.layout != torch.strided:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from ctypes import c_float
 from functools import lru_cache, wraps
 
 import torch
@@ -105,6 +106,11 @@ def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtyp
         return torch.empty(0, dtype=dtype, device=device)
     here = torch.frombuffer(array("d", numbers), dtype=torch.float64).to(dtype)
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
+
+
+def in_float32(number: float) -> float:
+    """Return a number as float32 rounds it."""
+    return c_float(number).value
 
 
 @lru_cache

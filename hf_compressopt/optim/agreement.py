@@ -22,9 +22,9 @@ from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator, digest_of
 from hf_compressopt.collectives.passes import StepPasses
 from hf_compressopt.optim.gradients import GradientNoise, Gradients, Grads, MeanNorm
-from hf_compressopt.optim.group import GroupState, has_own_groups
+from hf_compressopt.optim.group import GroupState, has_own_groups, hyperparameters_of, trained_of
 from hf_compressopt.optim.math import bit_sum
-from hf_compressopt.optim.startup import StartupCheck, distance_from_first
+from hf_compressopt.optim.startup import StartupCheck, distance_from_first, rows_of
 from hf_compressopt.schedules import Stage, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -111,6 +111,7 @@ class RankAgreement:
         self.coming = ComingStep()
         self._held_fault: Exception | None = None  # in this rank's gradients since the last sync of 0/1 Adam
         self._gradients_compared = False
+        self._layouts: tuple[list[Any], int] = ([], 0)  # what may change of the layouts, and their digest
 
     def listen_to(self, overlap: SentMessages | None, warmup: ReadsVariances) -> None:
         """Know from now on of the messages that leave during backward, and of those of the warmup stage."""
@@ -275,7 +276,7 @@ class RankAgreement:
         local = not together and gradients.fault is None
         if local and (elsewhere or not plan.is_local_sync):  # else the message of the sync brings them
             squares = torch.stack(squares).tolist()
-        coming.agreed = Agreed(gradients, together, squares[0])
+        coming.agreed = Agreed(gradients, together, squares[-1] if part is gradients else squares[0])
         if mean is not None and together:
             coming.common, coming.usual = mean.common, math.sqrt(mean.mean_square)
             if gradients.freed is not None and gradients.freed.is_exact:
@@ -316,9 +317,7 @@ class RankAgreement:
     ) -> tuple[list[float], list[bool]]:
         """Exchange the one small message of a step: norms, faults, what must be alike. Returns the squared norms."""
         messages = [] if self._overlap is None else self._overlap.signature
-        digests: list[int | Tensor] = [
-            digest_of([self.startup.snapshot(), messages, self.coming.limit, self.passes.count])
-        ]
+        digests: list[int | Tensor] = [digest_of([self._snapshot(), messages, self.coming.limit, self.passes.count])]
         if not plan.reduce_grads:
             # one in every step: a resumed run, which compares once more, sends the uninterrupted one's bytes
             digests.append(self.second_digest(plan, gradients.groups))
@@ -357,7 +356,7 @@ class RankAgreement:
         ``written``: whether this rank's parameters were, [] float64. ``rates``: the learning rates since the last sync.
         Returns whether those of any rank were, and whether this rank's gradients may be used.
         """
-        digest = digest_of((self.startup.snapshot(), rates, self.passes.count))
+        digest = digest_of((self._snapshot(), rates, self.passes.count))
         # two in every message that is counted: a resumed run, which compares once more, sends the same bytes
         digests = digest, self.second_digest(plan, gradients)
         coming, fault = self.coming, self._held_fault
@@ -386,6 +385,16 @@ class RankAgreement:
         usable = math.isfinite(sums[-1])
         self.heed_second(plan, alike[1:], usable=usable)
         return sums[0] > 0, usable
+
+    def _snapshot(self) -> list[Any]:
+        """Return what a small message compares of the param groups: what may change between two steps."""
+        masks = [state.options.get("exp_avg_mask") for state in self.states]
+        now = [(id(mask), getattr(mask, "_version", 0)) for mask in masks]
+        if self._layouts[0] != now or not now:
+            own = [state.own_rank is not None for state in self.states]
+            self._layouts = now, digest_of([own, [rows_of(state) for state in self.states if state.own_rank is None]])
+        flags = trained_of(self.states), self.startup.has_new_groups
+        return [hyperparameters_of(self.states), len(now), self._layouts[1], *flags]
 
     def second_digest(self, plan: StepPlan, gradients: Grads | None) -> int | Tensor:
         """Return a digest of this rank's gradients until they were compared, and later, now and then, of parameters."""

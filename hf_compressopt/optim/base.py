@@ -27,12 +27,13 @@ from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.kernels import Combination, IntegerFormat
+from hf_compressopt.kernels.memory import in_float32
 from hf_compressopt.optim import options
 from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, RankAgreement
 from hf_compressopt.optim.bucket_step import BucketStep, Exchange, finish
 from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group import ExtraState, GroupForm, GroupState, ParamGroups, by_communicator
-from hf_compressopt.optim.math import evaluate, in_float32
+from hf_compressopt.optim.math import evaluate
 from hf_compressopt.optim.overlap import LATE_CLIP, OverlapSender
 from hf_compressopt.optim.sharded import FreedGradients
 from hf_compressopt.optim.state import STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
@@ -281,13 +282,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 the ranks. If gradients are local, or given, errors are raised on all ranks together (a RuntimeError on
                 ranks whose own gradients are valid).
         """
-        loss = evaluate(closure)
+        loss = None if closure is None else evaluate(closure)
         plan = self._begin_step()
         gradients, finite = self._agreement.final_gradients(plan, grads, self.max_grad_norm)
         if not finite and self._agreement.asks(plan):
             self.skip_step()
             return loss
-        self.warmup_gradients.commit(taken=True, given=grads is not None)
+        if self.warmup_gradients.travelled:
+            self.warmup_gradients.commit(taken=True, given=grads is not None)
         self._take_step(plan, gradients.groups if finite else None)
         self._step = plan.step
         self.rounds += plan.reduce_grads or plan.synchronize
@@ -360,7 +362,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._compressed_step(plan, compressed, gradients)
             for state in compressed:
                 state.steps += 1
-        if self._ends_warmup_stage(plan):
+        if not plan.stage.number and self._ends_warmup_stage(plan):
             self._end_warmup(plan)
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
@@ -420,6 +422,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             if state.compressed:
                 factor = self._share_of_gradient(state) * self._clip_of_errors()
                 state.errors.scale_([factor] * len(state.params))
+        self.warmup_gradients.end_stage()
         self._freeze()
         sent, norm = self._after_the_switch
         norm = ESTIMATE if self._agreement.clip == "sketch" else norm
@@ -442,7 +445,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self.overlap.end_step(taken=taken)
         elif taken:
             self._tensors.pop(LATE_CLIP, None)  # of a run that was another one before
-        self.warmup_gradients.commit(taken=False)  # of what no step has taken
+        if self.warmup_gradients.travelled:
+            self.warmup_gradients.commit(taken=False)  # of what no step has taken
         if plan.reduce_grads or self.warmup_gradients.in_use:
             self.warmup_gradients.end_step(plan)
         self.traffic.end_step(local=not plan.agree)
@@ -656,9 +660,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return self.lr_warmup.is_over(step, round(1 / (1 - group["betas"][1])))
 
     def _ends_warmup_stage(self, plan: StepPlan) -> bool:
-        """Return whether the step that was taken by this plan is the last one of the warmup stage."""
-        if plan.stage.number:
-            return False
+        """Return whether the step of the warmup stage that was taken by this plan is the last one."""
         warmup_is_over = self._follow_lr_warmup(plan.step)
         if self.schedule.freeze_step != AUTO:
             return plan.ends_stage

@@ -91,9 +91,6 @@ class CompressedAdam(CompressedOptimizer):
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def _begin_group(self, plan: StepPlan, state: GroupState) -> Any:
-        return state.descent(self.max_update)
-
     def _take_step_of_shards(self, states: Sequence[GroupState], gradients: Grads) -> None:
         take_sharded_step(states, gradients, self.freed, bits=self.warmup_bits, fused=self._fused_warmup)
 
@@ -132,11 +129,9 @@ class CompressedAdam(CompressedOptimizer):
             self._log(logging.WARNING, message, len(names), listed)
 
     def _ends_warmup_stage(self, plan: StepPlan) -> bool:
-        """Return whether the step that was taken by this plan is the last one of the warmup stage."""
+        """Return whether the step of the warmup stage that was taken by this plan is the last one."""
         schedule, step = self.schedule, plan.step
         threshold = self.freeze_threshold
-        if plan.stage.number:
-            return False
         warmup_is_over = self._follow_lr_warmup(step)
         if schedule.freeze_step != AUTO:
             reasons = []

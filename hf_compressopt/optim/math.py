@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import c_float
 from typing import Any
 
 import torch
@@ -30,15 +29,6 @@ def evaluate(closure: Callable[[], float] | None) -> float | None:
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor that makes this norm at most ``max_norm``, as torch computes it."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
-def known_clip_factor(norm: float, max_norm: float) -> float:
-    """Return :func:`clip_factor` of a norm that the host knows, a float32, in its bits."""
-    return min(1.0, in_float32(in_float32(1 / in_float32(norm + in_float32(1e-6))) * in_float32(max_norm)))
-
-
-def in_float32(number: float) -> float:
-    return c_float(number).value
 
 
 def adam_step_(

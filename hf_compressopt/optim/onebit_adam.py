@@ -27,11 +27,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_compressopt.kernels import AdamUpdate
+from hf_compressopt.kernels import AdamUpdate, Descent
 from hf_compressopt.optim.agreement import CLIPS
 from hf_compressopt.optim.bucket_step import BucketStep, Exchange
 from hf_compressopt.optim.compressed_adam import CompressedAdam
 from hf_compressopt.optim.group import GroupState
+from hf_compressopt.schedules import StepPlan
 
 
 class OnebitAdam(CompressedAdam):
@@ -90,13 +91,16 @@ class OnebitAdam(CompressedAdam):
     def _warmup_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
         state.take_adam_step(grads, fused=self._fused_warmup)  # (1), (2), (3), of averaged gradients
 
+    def _begin_group(self, plan: StepPlan, state: GroupState) -> Descent:
+        return state.descent(self.max_update)  # lr, decay, eps and bound of (6)
+
     def _compressed(self, step: BucketStep) -> Exchange:
         beta1, _ = step.options["betas"]
         # (4), a message of beta1 times m and 1 - beta1 times g_r; (5), its mean over the ranks, times the mask
         m = yield step.message(step.momentum, beta1, 1 - beta1)
-        to_store, descent = step.store_momentum(m), step.shared  # lr, decay, eps and bound
+        to_store = step.store_momentum(m)
         with step.parameters() as params:
-            step.kernels.apply_adam_(AdamUpdate(m, to_store, step.variance, params, descent))  # (6)
+            step.kernels.apply_adam_(AdamUpdate(m, to_store, step.variance, params, step.shared))  # (6)
 
     # -- zero_stage=2: gradients that leave during backward ------------------------------------------------------------
 

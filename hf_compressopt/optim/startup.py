@@ -31,7 +31,6 @@ class StartupCheck:
         self.checked = False
         self.has_new_groups = False  # which no message has compared yet
         self.compared_at = 0  # the step before which the ranks were compared last
-        self._layouts: tuple[list[Any], int] = ([], 0)  # what may change of the layouts, and their digest
 
     def begin_anew(self) -> None:
         """Compare the ranks before the next step once more."""
@@ -61,27 +60,6 @@ class StartupCheck:
             self._align(plan.step)
             self.compared_at = plan.step
 
-    def layout_digest(self) -> int:
-        """Return a digest of the names, sizes, masks and order of the parameters, computed where one may be another."""
-        masks = [state.options.get("exp_avg_mask") for state in self._states]
-        now = [(id(mask), getattr(mask, "_version", 0)) for mask in masks]
-        if self._layouts[0] != now or not now:
-            shared = [state for state in self._states if state.own_rank is None]
-            own = [state.own_rank is not None for state in self._states]
-            self._layouts = now, digest_of([own, [_rows_of(state) for state in shared]])
-        return self._layouts[1]
-
-    def snapshot(self) -> list[Any]:
-        """Return what a small message compares of the param groups: what may change between two steps."""
-        digest = self.layout_digest()
-        return [
-            hyperparameters_of(self._states),
-            len(self._states),
-            digest,
-            trained_of(self._states),
-            self.has_new_groups,
-        ]
-
     def compare_new_groups(self, plan: StepPlan) -> None:
         """Check the parameters of groups that all ranks have added, as the last small message has told. All call."""
         if self.has_new_groups and plan.agree:
@@ -90,7 +68,7 @@ class StartupCheck:
         self.has_new_groups = False
 
     def require_same_snapshot(self) -> None:
-        """Raise on all ranks if they differ in what :meth:`snapshot` returns. All ranks call."""
+        """Raise on all ranks if they differ in what a small message compares of the param groups. All ranks call."""
         self.require_same_groups()
         self.require_same_hyperparameters()
         everyone = self._communicator.all_gather_object(trained_of(self._states))
@@ -111,7 +89,7 @@ class StartupCheck:
         self._communicator.require_equal(what, [state.own_rank is not None for state in self._states])
         error: Exception | None = None
         for communicator, states in by_communicator(self._states):
-            rows = [row for state in states for row in _rows_of(state)]
+            rows = [row for state in states for row in rows_of(state)]
             digests = communicator.all_gather_object([len(states), digest_of(rows)])
             if all(digest == digests[0] for digest in digests):
                 continue
@@ -192,7 +170,7 @@ class StartupCheck:
             raise error
 
 
-def _rows_of(state: GroupState) -> list[str]:
+def rows_of(state: GroupState) -> list[str]:
     """Return what is fixed of each parameter of a group, in words; of other ranks' own groups names may differ."""
     mask = state.options.get("exp_avg_mask")
     kind = "" if state.compressed else ", non_freeze"

@@ -65,7 +65,7 @@ class WarmupGradients:
         self.in_use = self.ever_in_use = False  # the last step's gradients had fewer bits than 32; any step's (state)
         self._states, self._communicator, self._follow = groups
         self._assumed_scale = 1.0
-        self._travelled = False  # in the step under way
+        self.travelled = False  # the gradients of the step under way have
         self._told = self._told_of_parts = False
         self._known: tuple[list[Any], list[Any], list[GradientBucket]] = ([], [], [])  # what buckets were made of
         self._handed_out = HandedOut(partial(_members, self._states), watches_steps=False)
@@ -81,7 +81,7 @@ class WarmupGradients:
     @property
     def in_messages(self) -> bool:
         """True if the gradients of the step under way have travelled as integers."""
-        return self._travelled and self.bits in INTEGER_BITS
+        return self.travelled and self.bits in INTEGER_BITS
 
     @property
     def _loss_scale(self) -> float:
@@ -98,7 +98,7 @@ class WarmupGradients:
         self._follow()
         self._clip_errors(False)
         self.ever_in_use = True
-        self._travelled, self._assumed_scale = True, self._loss_scale if loss_scale is None else loss_scale
+        self.travelled, self._assumed_scale = True, self._loss_scale if loss_scale is None else loss_scale
         held = [present, *(state.errors for state in self._states)]
         trained = [[p.requires_grad for p in state.params] for state in self._states]
         made_of = [owner, *map(id, held), *trained]
@@ -196,14 +196,18 @@ class WarmupGradients:
         if self.in_messages:
             self._handed_out.close(taken=taken, checked=not given)
 
+    def end_stage(self) -> None:
+        """Watch no gradient any more, until gradients are averaged again."""
+        self._handed_out.stop_watching()
+
     def state_loaded(self) -> None:
         """Drop what is on its way to a step."""
         self.commit(taken=False)
-        self._travelled = False
+        self.travelled = False
 
     def note_loss_scale(self, scale: float) -> None:
         """Take over the factor that a scaler's gradients carried; errors of another one are divided by it."""
-        if self._travelled and scale != self._assumed_scale:
+        if self.travelled and scale != self._assumed_scale:
             for state in self._states:
                 state.errors.rescale(self._assumed_scale / scale)
             self._assumed_scale = scale
@@ -211,7 +215,7 @@ class WarmupGradients:
 
     def end_step(self, plan: StepPlan) -> None:
         """Close a step. Warn once if the gradients were averaged in another way, and so in full precision."""
-        self.in_use, self._travelled = self._travelled and self.bits < 32, False
+        self.in_use, self.travelled = self.travelled and self.bits < 32, False
         several = self._communicator.world_size > 1 and self._communicator.rank == 0
         if several and self.bits < 32 and plan.reduce_grads and not self.in_use and not self._told:
             self._told = True

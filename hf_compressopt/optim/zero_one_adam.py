@@ -359,7 +359,7 @@ class ZeroOneAdam(CompressedAdam):
 
     def _begin_group(self, plan: StepPlan, state: GroupState) -> _Shared:
         if plan.stage is not Stage.LOCAL_STEP:
-            return _Shared(super()._begin_group(plan, state), _corrections(state, counted=False))
+            return _Shared(state.descent(self.max_update), _corrections(state, counted=False))
         lr_sum, decay = self._interval.since_sync(state)
         bound = (self.max_update or math.inf) * lr_sum
         return _Shared(replace(state.descent(), decay=decay, bound=bound), lr_sum=lr_sum)

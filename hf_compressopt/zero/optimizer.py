@@ -22,7 +22,8 @@ from torch import Tensor
 from hf_compressopt.announce import Announcement
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
-from hf_compressopt.optim.math import evaluate, in_float32
+from hf_compressopt.kernels.memory import in_float32
+from hf_compressopt.optim.math import evaluate
 from hf_compressopt.optim.options import check_last_group, refuse_uneven_inputs
 from hf_compressopt.optim.state import load_with_hooks, switched
 from hf_compressopt.quantities import with_unit
@@ -213,7 +214,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: As :meth:`finish_gradients`; so is the RuntimeError.
         """
-        loss = evaluate(closure)
+        loss = None if closure is None else evaluate(closure)
         if self._states_are_away:
             self.reload_states()
         self.partition.follow()
@@ -240,7 +241,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reducer.clear()
         self._reducer.backward.end_step()
         self.traffic.end_step()
-        self._announcement.end(self, self._describe_memory)
+        if self._announcement.is_open:
+            self._announcement.end(self, self._describe_memory)
         self._reducer.backward.order.agree(self.communicator)
 
     def join_hook(self, **_: Any) -> Any:
@@ -290,7 +292,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _finish_gradients(self) -> float:
         self._reducer.backward.require_attached()
         self._reducer.backward.meet()
-        self._announcement.begin(self)
+        if self._announcement.is_open:
+            self._announcement.begin(self)
         options = [self.optimizer_class.__name__, f"clip_grad {self.clip_grad}", f"loss scale {vars(self.loss_scale)}"]
         self.partition.check_ranks_agree(self.steps, options, self.param_groups)
         return self._reducer.finish(self.partition, self.param_groups)

@@ -50,8 +50,7 @@ from hf_compressopt.collectives.exchange import (
 from hf_compressopt.collectives.feedback import MessageErrors
 from hf_compressopt.flat import FLOAT_BYTES, Span
 from hf_compressopt.kernels import Average, Combination, CompactErrors, IntegerFormat, Segment, sum_of_squares
-from hf_compressopt.kernels.memory import fetch_later, flat_view, in_memory, is_direct, numbers_on
-from hf_compressopt.optim.math import known_clip_factor
+from hf_compressopt.kernels.memory import fetch_later, flat_view, in_float32, in_memory, is_direct, numbers_on
 from hf_compressopt.zero.config import ZeroConfig
 from hf_compressopt.zero.parts import Part, Slice, TrainedParameter, UpdateBucket, write_span
 
@@ -410,7 +409,7 @@ class GradientReducer:
 
     def clip(self, norm: float, max_norm: float) -> None:
         """Clip averages of this norm to another one when they are used."""
-        factor = known_clip_factor(norm, max_norm)
+        factor = _clip_factor(norm, max_norm)
         if math.isfinite(factor) and factor < 1.0:
             self.factor *= factor
 
@@ -521,6 +520,11 @@ class GradientReducer:
                 square = numbers_on(squares.device, [square.item()], torch.float64)[0]
             squares[kind] += square
         return squares
+
+
+def _clip_factor(norm: float, max_norm: float) -> float:
+    """Return the factor that makes this norm, a float32, at most ``max_norm``, in the bits that torch computes."""
+    return min(1.0, in_float32(in_float32(1 / in_float32(norm + in_float32(1e-6))) * in_float32(max_norm)))
 
 
 def _squared(digest: int) -> list[float]:

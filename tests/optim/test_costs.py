@@ -17,7 +17,7 @@ import hf_compressopt
 from hf_compressopt import GradientCompression, ZeroOptimizer, amp, average_gradients, grad_compression
 from hf_compressopt.collectives import feedback, gradients
 from hf_compressopt.kernels import native
-from hf_compressopt.optim import late, math
+from hf_compressopt.optim import math, overlap
 from hf_compressopt.zero import config, parts, reducer
 from tests.support.family import optimizer_of
 from tests.support.harness import on_ranks, run_ranks
@@ -205,7 +205,7 @@ class Fetches(TorchDispatchMode):
         noted.uncounted = tolist  # type: ignore[attr-defined]  # for HostCopies, which torch tells of both
         with (
             mock.patch.object(torch.Tensor, "tolist", noted),
-            mock.patch.object(late, "reads_at_once", lambda device: False),
+            mock.patch.object(overlap, "reads_at_once", lambda device: False),
             mock.patch.object(gradients, "reads_at_once", lambda device: False),
             mock.patch.object(feedback, "reads_at_once", lambda device: False),
             mock.patch.object(grad_compression, "fetch_later", fetch_later),
