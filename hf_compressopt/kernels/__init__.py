@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels import adam, library, native, reference, selfcheck  # adam adds itself to the self-check
+from hf_compressopt.kernels import adam, changes, library, native, reference, selfcheck  # two add to the self-check
 from hf_compressopt.kernels.compact import (
     ERROR_FORMAT,
     CompactErrors,

@@ -22,7 +22,7 @@ import torch
 VARIABLE = "HF_COMPRESSOPT_KERNELS"
 CHOICES = ("native", "reference")
 
-_ABI_VERSION = 10
+_ABI_VERSION = 11
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
 _DEVICE_ERROR = 3  # co_status of a failure that may pass
@@ -59,6 +59,9 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_adam": [c_void_p, c_int64, c_void_p],
     "co_square_sums": [c_void_p, c_int64, c_void_p],
     "co_sketch": [c_void_p, c_int64, c_int64, c_uint64, c_void_p, c_void_p],
+    "co_change_sizes": [c_void_p, c_void_p, c_int64, c_void_p],
+    "co_write_changes": [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p],
+    "co_apply_changes": [c_void_p] * 4 + [c_int64],
     "co_copy": [c_void_p, c_void_p, c_int64],
 }
 

@@ -33,6 +33,7 @@ from hf_compressopt.kernels import (
     Segment,
     SignFormat,
     Variance,
+    changes,
     native,
     reference,
     tensor_of,
@@ -596,3 +597,23 @@ def check_sketch(device: torch.device, numel: int, segments: int, *, offset: int
     native.sketch_(own_grads, offset, seed, own_y, own_squares)
     case.check()
     torch.testing.assert_close(own_squares.cpu(), squares, rtol=1e-6, atol=0)
+
+
+def check_changes(device: torch.device, old: Tensor, by: Tensor, *, shift: int = 0) -> None:
+    """Keys that change by integers, as far as there are such keys. old: [n] int16; by: likewise."""
+    case = Pair(device, old.numel())
+    new = changes.keys((changes.keys(old).int() + by).clamp(-0x8000, 0x7FFF).short())
+    olds, news = case.put(old.clone(), shift), case.put(new, shift)
+    sizes = case.put(torch.zeros(changes.blocks_of(old.numel()), dtype=torch.int16))
+    for use, before, now, found in zip((changes.Reference, changes.Native), olds, news, sizes, strict=True):
+        use.change_sizes_(before, now, found)
+    case.check()
+    assert sizes[0].max() <= 512
+    offsets = case.put(sizes[0].long().cumsum(0) - sizes[0])
+    payloads = case.put(torch.zeros(int(sizes[0].sum()), dtype=torch.uint8))
+    sides = zip((changes.Reference, changes.Native), olds, news, sizes, offsets, payloads, strict=True)
+    for use, before, now, found, places, payload in sides:
+        use.write_changes_(before, now, found, places, payload)
+        use.apply_changes_(payload, found, places, before)
+    case.check()
+    assert_same_bits(olds[1], new)

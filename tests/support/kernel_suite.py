@@ -153,6 +153,21 @@ class KernelSuite:
         cases.check_sketch(device, 9_001, 40, offset=offset, seed=2**64 - 1)
         cases.check_sketch(device, 150_000, 800, offset=offset, seed=2**63)  # more than a table of a GPU holds
 
+    @pytest.mark.parametrize("spread", (0, 0.3, 1, 4, 30, 1e5))
+    def test_changes(self, device: torch.device, spread: float) -> None:
+        random = torch.Generator().manual_seed(1)
+        for numel in (*cases.NUMELS, 255, 256, 257, 512, 2049):
+            old = torch.randint(-0x8000, 0x8000, (numel,), generator=random).short()
+            by = (spread * torch.randn(numel, generator=random)).int()
+            cases.check_changes(device, old, by, shift=numel % 3)
+
+    def test_changes_of_all_patterns(self, device: torch.device) -> None:
+        random = torch.Generator().manual_seed(1)
+        patterns = torch.arange(-0x8000, 0x8000).short()
+        cases.check_changes(device, patterns, torch.randint(-12, 13, (0x10000,), generator=random))
+        few = torch.rand(0x10000, generator=random) < 0.05
+        cases.check_changes(device, patterns, torch.where(few, torch.randint(-0x8000, 0x8000, few.shape), 0))
+
 
 class CompactSuite:
     """Errors and variances in 8 bits, and the last average as x."""

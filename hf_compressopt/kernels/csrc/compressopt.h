@@ -28,7 +28,7 @@ extern "C" {
 #define CO_API __attribute__((visibility("default")))
 #endif
 
-#define CO_ABI_VERSION 10
+#define CO_ABI_VERSION 11
 
 typedef enum {
     CO_OK = 0,
@@ -274,6 +274,23 @@ CO_API int32_t co_square_sums(const co_segment *segments, int64_t count, double 
  * the segments and on the device only. */
 CO_API int32_t co_sketch(const co_segment *segments, int64_t count, int64_t offset, uint64_t seed, float *y,
                          double *squares, const co_exec *exec);
+
+/* ---- changes of 16-bit values ------------------------------------------------------------------------------------- */
+
+/* Blocks of 256 elements, and their bytes where they stand for the changes of values (see kernels/changes.py). Values are
+ * bit patterns of 16 bits, aligned to 2 bytes; sizes and offsets have an entry per block; payload has no alignment. */
+
+/* sizes <- the bytes of each block. */
+CO_API int32_t co_change_sizes(const uint16_t *from, const uint16_t *to, int64_t numel, int16_t *sizes,
+                               const co_exec *exec);
+
+/* payload <- the blocks, each from offsets[block] on; sizes are those of co_change_sizes. */
+CO_API int32_t co_write_changes(const uint16_t *from, const uint16_t *to, int64_t numel, const int16_t *sizes,
+                                const int64_t *offsets, uint8_t *payload, const co_exec *exec);
+
+/* values, which are `from` of co_write_changes, <- `to`. */
+CO_API int32_t co_apply_changes(const uint8_t *payload, const int16_t *sizes, const int64_t *offsets, uint16_t *values,
+                                int64_t numel, const co_exec *exec);
 
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 

@@ -131,6 +131,8 @@ inline float __uint_as_float(unsigned bits) { return with_bits_of<float>(bits); 
 inline unsigned __float_as_uint(float value) { return with_bits_of<unsigned>(value); }
 using std::isinf;
 
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
 // The byte that each of the four lowest hexadecimal digits says, of the eight of b:a.
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
     const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;

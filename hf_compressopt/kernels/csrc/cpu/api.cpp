@@ -436,6 +436,39 @@ int32_t co_sketch(const co_segment *segments, int64_t count, int64_t offset, uin
     return kernels().sketch(segments, count, offset, seed, y, squares, exec);
 }
 
+int32_t co_change_sizes(const uint16_t *from, const uint16_t *to, int64_t numel, int16_t *sizes, const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_numel(__func__, numel));
+    if (numel == 0) return CO_OK;
+    CO_NOT_NULL(from);
+    CO_NOT_NULL(to);
+    CO_NOT_NULL(sizes);
+    return kernels().change_sizes(from, to, numel, sizes, exec);
+}
+
+int32_t co_write_changes(const uint16_t *from, const uint16_t *to, int64_t numel, const int16_t *sizes,
+                         const int64_t *offsets, uint8_t *payload, const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_numel(__func__, numel));
+    if (numel == 0) return CO_OK;
+    CO_NOT_NULL(from);
+    CO_NOT_NULL(to);
+    CO_NOT_NULL(sizes);
+    CO_NOT_NULL(offsets);
+    return kernels().write_changes(from, to, numel, sizes, offsets, payload, exec);
+}
+
+int32_t co_apply_changes(const uint8_t *payload, const int16_t *sizes, const int64_t *offsets, uint16_t *values,
+                         int64_t numel, const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_numel(__func__, numel));
+    if (numel == 0) return CO_OK;
+    CO_NOT_NULL(sizes);
+    CO_NOT_NULL(offsets);
+    CO_NOT_NULL(values);
+    return kernels().apply_changes(payload, sizes, offsets, values, numel, exec);
+}
+
 int32_t co_copy(const float *in, float *out, int64_t numel, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_numel(__func__, numel));

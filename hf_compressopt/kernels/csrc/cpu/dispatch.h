@@ -28,6 +28,9 @@ struct Kernels {
     decltype(&co_decode_integers) decode_integers;
     decltype(&co_any_nan) any_nan;
     decltype(&co_sketch) sketch;
+    decltype(&co_change_sizes) change_sizes;
+    decltype(&co_write_changes) write_changes;
+    decltype(&co_apply_changes) apply_changes;
 };
 
 extern const Kernels portable_kernels;

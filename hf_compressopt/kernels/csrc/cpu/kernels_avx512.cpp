@@ -5,6 +5,7 @@
 #include "integer.h"
 #include "updates.h"
 #include "adam.h"
+#include "changes.h"
 #include "sketch_avx512.h"
 #include "sketch.h"
 #include "table.h"

@@ -13,6 +13,7 @@ const Kernels CO_PASTE(CO_VECTOR, _kernels) = {
     CO_VECTOR::copy,            CO_VECTOR::compress_integers, CO_VECTOR::average_integers,
     CO_VECTOR::mean_integers,   CO_VECTOR::add_integers,
     CO_VECTOR::decode_integers, CO_VECTOR::any_nan,      CO_VECTOR::sketch,
+    CO_VECTOR::change_sizes,    CO_VECTOR::write_changes, CO_VECTOR::apply_changes,
 };
 
 }  // namespace compressopt
