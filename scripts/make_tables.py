@@ -221,6 +221,28 @@ def other(name: str, *columns: str) -> Table:
     return [heads, *([f"{row.get(key, '')}" for key in keys] for row in found)]
 
 
+#: What the table of exact parameters calls the encodings.
+ENCODINGS = {
+    "map + 16": "map + 16 bits",
+    "2 bits": "2 bits",
+    "map + 4": "map + 4 bits",
+    "blocks, 2 bits": "`exact`",
+    "entropy": "entropy",
+}
+
+
+def exact_parameters() -> Table:
+    """Shares of 16-bit parameters that a step changes, and bits per parameter of encodings."""
+    head = ["model", "learning rate", "steps", "changed, %", "by more than one unit, %", *ENCODINGS.values()]
+    lines = [head]
+    for row in sorted(rows("exact_parameters"), key=lambda row: (row["model"], row["lr"], row["warmup"])):
+        if row["steps"] != "41 to 100":
+            rate = f"{row['lr']:.0e}".replace("e-0", "e-") + (", warmup" if row["warmup"] else "")
+            shares = [f"{100 * row[key]:.1f}" for key in ("changed", "beyond")]
+            lines.append([row["model"], rate, row["steps"], *shares, *(f"{row[key]:.2f}" for key in ENCODINGS)])
+    return lines
+
+
 def demo() -> Table:
     """Losses and megabytes of the two runs of the demo."""
     found = rows("demo")
@@ -278,6 +300,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         *("MiB to save = save_mib", "MiB to load = load_mib"),
     ),
     "demo": demo,
+    "exact parameters": exact_parameters,
     "classification": classification,
     "LoRA": partial(other, "lora", "method", "PEFT = peft", "TRL = trl", "MB per step = mb"),
 }

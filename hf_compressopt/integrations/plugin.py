@@ -18,7 +18,7 @@ from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_
 from hf_compressopt.optim.onebit_adam import OnebitAdam
 from hf_compressopt.optim.options import NO_STATE, check_zero_stage
 from hf_compressopt.options import ACCEPTED, Option, did_you_mean, options_of, parse
-from hf_compressopt.zero.config import check_optimizer_class, check_stage
+from hf_compressopt.zero.config import EXACT, check_optimizer_class, check_stage
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 # Trainer has flags of its own for these.
@@ -66,7 +66,7 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
         check_grad_compression(value, name if name in ALGORITHMS else "")
         found.grad_compression = value
     if not ours:
-        check_param_compression(pairs.get("param_compression", "none"), stage)
+        check_param_compression(pairs.get("param_compression", AUTO), stage)
         if stage is None:
             pairs.pop("param_compression", None)
     if found.grad_compression in (*FORMATS, FULL):
@@ -115,9 +115,9 @@ def check_grad_compression(value: str, other: str) -> None:
 
 
 def check_param_compression(value: str, stage: int | None) -> None:
-    if value not in (*FORMATS, "none"):
-        raise ValueError(f"param_compression must be one of {[*FORMATS, 'none']}, got {value!r}")
-    if value != "none" and not stage:
+    if value not in (legal := [*FORMATS, *EXACT, "none"]):
+        raise ValueError(f"param_compression must be one of {legal}, got {value!r}")
+    if value not in ("none", AUTO) and not stage:
         raise ValueError(
             f"param_compression={value} is an option of ZeRO, whose ranks send updated parameters: give zero_stage=1 "
             "or 2, or leave it out; DDP sends no parameters, and FSDP2 gathers them in full precision"
@@ -329,7 +329,7 @@ class CompressOptPlugin:
             supported with the optimizers above, so ``optimizer`` is "none" then. With zero_stage it is ZeroOptimizer's
             option. "float32" is for models that FSDP2 shards: trainable parameters beside the shards, such as adapters
             that came later, are averaged in full precision, and the others by FSDP2.
-        param_compression: "int4" or "int8": send updated parameters so too, with zero_stage.
+        param_compression: How updated parameters are sent, with zero_stage; see ZeroConfig.
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the steps of a learning-rate
             scheduler given to ``prepare``.
         bucket_cap_mb: MiB of float32 values that are sent together, > 0. None is the size of DDP's buckets with
@@ -361,7 +361,7 @@ class CompressOptPlugin:
     grad_compression: str = _own("grad_compression", "none", str)
     total_steps: int | None = _own("total_steps", None, int, type(None))
     warmup_bits: int = _shared("warmup_bits")
-    param_compression: str = _own("param_compression", "none", str)
+    param_compression: str = _own("param_compression", AUTO, str)
     topology: str = _shared("topology")
     node_bits: int = _shared("node_bits")
     gradient_as_bucket_view: bool = _own("gradient_as_bucket_view", True, bool)

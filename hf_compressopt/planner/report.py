@@ -129,8 +129,9 @@ def memory_rows(
     buckets = Buckets(params, world_size, bucket_numel, node_size)
     estimates = {name: estimate(stage) for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2"))}
     if world_size > 1:
+        parameters = AUTO if dtype.itemsize < FLOAT_BYTES else "int4"
         for stage, name in ZERO_INT4.items():
-            small = estimate(stage, grad_compression="int4", param_compression="int4", node_size=node_size)
+            small = estimate(stage, grad_compression="int4", param_compression=parameters, node_size=node_size)
             estimates[name] = replace(small, states=small.states + small.errors, errors=0)
         plain = estimates["no ZeRO"]
         estimates["grad_compression"] = replace(plain, states=plain.states + buckets.errors)
@@ -240,7 +241,9 @@ def _partitioned(model: Model) -> list[Way]:
             notes.append("sends every micro-batch's gradients")
         name, flags, note = f"ZeRO-{stage}", f"--optim {optim}", ", ".join(notes)
         found.append(Way(_NOTHING, name, flags, [name], {_EVERY_STEP: model.zero(stage)}, note))
-        name, flags = ZERO_INT4[stage], f"{flags} --optim_args grad_compression=int4,param_compression=int4"
+        name, flags = ZERO_INT4[stage], f"{flags} --optim_args grad_compression=int4"
+        if model.training.itemsize == FLOAT_BYTES:  # those of 16 bits are sent as their changes
+            flags += ",param_compression=int4"
         found.append(Way(_BOTH_WAYS, name, flags, [name], {_EVERY_STEP: model.zero_low_bit(4, stage)}, note))
     return found
 

@@ -21,6 +21,8 @@ from hf_compressopt.optim.options import check_at_least, check_count, check_para
 
 #: dtypes of parameters, of gradients on the wire, of averages and of state.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+#: Values of ``param_compression`` by which 16-bit parameters are sent as their changes.
+EXACT = ("exact", AUTO)
 _WITHOUT_EFFECT = ("round_robin_gradients", "contiguous_gradients", "ignore_unused_parameters")
 _SHORT_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -58,8 +60,10 @@ class ZeroConfig:
         comm_backend_name: DeepSpeed's spelling of ``communicator``.
         grad_compression: "int4" or "int8": send gradients in 4 or 8 bits per element, with error feedback. "none" is
             full precision, which parameters of one dimension always have.
-        param_compression: "int4" or "int8": send updated parameters in 4 or 8 bits per element, as differences between
-            the float32 master weights of their owner and the parameters.
+        param_compression: "exact": send the changes of bfloat16 or float16 parameters, bit for bit, mostly in 0.3 to 3
+            bits per element. "auto" is that for such parameters, and full precision for others; "none" is always full
+            precision. "int4" or "int8": send updated parameters in 4 or 8 bits per element, as differences between the
+            float32 master weights of their owner and the parameters.
         topology: "flat", "hierarchical" or "auto": the way of gradients and parameters between nodes of several ranks.
             Param groups with a process group of their own are always flat.
         node_size: Consecutive ranks per node, if hierarchical; None takes them from the launcher and the host names.
@@ -91,7 +95,7 @@ class ZeroConfig:
     offload_optimizer: bool | str | None = False
     comm_backend_name: str | None = None
     grad_compression: str = "none"
-    param_compression: str = "none"
+    param_compression: str = AUTO
     topology: str = AUTO
     node_size: int | None = None
 
@@ -101,7 +105,8 @@ class ZeroConfig:
     sent: torch.dtype | None = _said()  #: Of gradients on the wire; None is the parameter's.
     kept: torch.dtype | None = _said()  #: Of the averages; None is the parameter's.
     grad_form: IntegerFormat | None = _said()  #: Of the messages of gradients; None is full precision.
-    param_form: IntegerFormat | None = _said()  #: Of the messages of parameters; None is full precision.
+    param_form: IntegerFormat | None = _said()  #: Of the messages of parameters; None is bit for bit.
+    exact: bool = _said()  #: Whether parameters of 16 bits with master copies are sent as changes, bit for bit.
     master: torch.dtype = _said()  #: Of the master copies of 16-bit parameters.
     kept_state: torch.dtype | None = _said()  #: Of element-wise state between steps; None is the master's.
     transport: str | Communicator | None = _said()
@@ -124,7 +129,8 @@ class ZeroConfig:
             sent=_as_dtype("communication_data_type", self.communication_data_type),
             kept=_as_dtype("gradient_accumulation_dtype", self.gradient_accumulation_dtype),
             grad_form=_as_form("grad_compression", self.grad_compression),
-            param_form=_as_form("param_compression", self.param_compression),
+            param_form=_as_form("param_compression", self.param_compression, *EXACT),
+            exact=self.param_compression in EXACT,
             master=_as_dtype("master_dtype", self.master_dtype) or torch.float32,
             kept_state=_as_dtype("state_dtype", self.state_dtype),
             transport=resolve_communicator(self.communicator, self.comm_backend_name, False),
@@ -176,6 +182,11 @@ class ZeroConfig:
                     f"{name}={getattr(self, name)} has no effect with grad_compression={self.grad_compression}: "
                     "gradients travel as integers, with scales of their own. Leave one of the two out"
                 )
+        if self.param_compression == "exact" and self.master.itemsize == 2:
+            raise ValueError(
+                f"param_compression=exact needs master copies, got master_dtype={self.master_dtype}: leave one of the "
+                "two out"
+            )
         if self.param_form is not None and self.master != torch.float32:
             raise ValueError(
                 f"param_compression={self.param_compression} needs float32 masters, got master_dtype="
@@ -214,10 +225,10 @@ def check_stage(stage: Any) -> None:
         raise ValueError(f"stage must be 1 or 2, got {stage!r}")
 
 
-def _as_form(name: str, compression: Any) -> IntegerFormat | None:
-    if compression not in (*FORMATS, "none"):
-        raise ValueError(f"{name} must be one of {[*FORMATS, 'none']}, got {compression!r}")
-    return None if compression == "none" else IntegerFormat(FORMATS[compression])
+def _as_form(name: str, compression: Any, *others: str) -> IntegerFormat | None:
+    if compression not in (*FORMATS, *others, "none"):
+        raise ValueError(f"{name} must be one of {[*FORMATS, *others, 'none']}, got {compression!r}")
+    return IntegerFormat(FORMATS[compression]) if compression in FORMATS else None
 
 
 def _as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
@@ -324,6 +335,12 @@ def check_parameters(group: dict[str, Any], number: int, config: ZeroConfig) -> 
                 "use the optimizer without ZeRO, its state is sharded as the parameters are"
             )
         check_parameter(param, DTYPES, number)
+        if config.param_compression == "exact" and param.dtype.itemsize != 2:
+            raise TypeError(
+                f"param_compression=exact sends changes of bfloat16 and float16 parameters, got {param.dtype} in param "
+                f"group {number}: load the model in bfloat16 (dtype=torch.bfloat16; autocast leaves it in float32), or "
+                "use param_compression=auto, by which all others travel in full precision"
+            )
         if param.dtype == torch.float64 and (config.grad_form is not None or config.param_form is not None):
             raise TypeError(
                 f"parameters must be float32, bfloat16 or float16 with grad_compression={config.grad_compression} and "

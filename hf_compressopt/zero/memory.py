@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from hf_compressopt.collectives.topology import AUTO
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
+from hf_compressopt.grad_compression import FORMATS
 from hf_compressopt.kernels import CompactErrors
 from hf_compressopt.zero.state_dict import Partitioned
 
@@ -41,7 +43,7 @@ def estimate_zero_memory(
     bucket_cap_mb: float = 25.0,
     offload_optimizer: bool = False,
     grad_compression: str = "none",
-    param_compression: str = "none",
+    param_compression: str = AUTO,
     node_size: int = 1,
 ) -> MemoryEstimate:
     """Estimate the bytes that parameters, gradients and optimizer state take on each rank.
@@ -80,7 +82,7 @@ def estimate_zero_memory(
         parameters += numel * kind.itemsize
         if trainable:
             gradients, trained = gradients + numel * kind.itemsize, trained + numel
-            is_ahead = param_compression != "none" and world_size > 1
+            is_ahead = param_compression in FORMATS and world_size > 1
             if stage == 0:  # torch's optimizer on the parameters themselves
                 states += numel * states_per_parameter * kind.itemsize
                 continue

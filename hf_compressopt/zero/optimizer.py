@@ -446,9 +446,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def masters_in_parameters(self) -> Iterator[None]:
         """Set the parameters, inside the block, to their rounded masters, as a saved model has them. All ranks call.
 
-        With ``param_compression`` the parameters that a model computes with lag behind the masters by less than a step.
-        At the end they are as before, bit for bit, whatever was written inside. They are copied for that time. Without
-        ``param_compression`` nothing happens.
+        With ``param_compression`` in 4 or 8 bits the parameters that a model computes with lag behind the masters by
+        less than a step. At the end they are as before, bit for bit, whatever was written inside. They are copied for
+        that time. Without such ``param_compression`` nothing happens.
         """
         if not self.partition.has_replicas or self.partition.holds_masters:
             yield
@@ -528,6 +528,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def describe(self) -> str:
         """Describe the optimizer in one line for the log."""
         forms = {"gradients": self.config.grad_compression, "parameters": self.config.param_compression}
+        if self.config.exact:
+            forms["parameters"] = "their changes" if self.partition.sends_changes else "none"
         return (
             f"ZeRO stage {self.stage} around {self.optimizer_class.__name__}, {self.communicator}, "
             f"{len(self._reducer.slices)} slices"
@@ -545,7 +547,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         ``compression_ratio`` is the bytes that DDP would send for gradients of these dtypes over those of the last
         step; ``bytes_uncompressed`` and ``bytes_on_link`` are both sums for all steps of this process. In the
-        hierarchical topology bytes are those to other nodes, beside ``bytes_sent_in_node``.
+        hierarchical topology bytes are those to other nodes, beside ``bytes_sent_in_node``. ``bits_per_parameter`` are
+        those of the 16-bit parameters that the last step has sent as their changes, if there are any.
         """
         place = self.communicator.topology
         full = all_reduce_bytes(self.trainable_parameters, place.world_size)
@@ -553,6 +556,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "zero_stage": float(self.stage),
             "step": float(self.steps),
             **self.traffic.metrics(full, self.traffic.step_bytes, place.node_size),
+            **({} if (bits := self.partition.bits_per_parameter) is None else {"bits_per_parameter": bits}),
             "skipped_steps": float(self.skipped_steps),
             "loss_scale": self.loss_scale.value,
         }

@@ -22,6 +22,7 @@ from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.math import bit_sum, trust_ratio
 from hf_compressopt.optim.options import plain_group, plain_value
 from hf_compressopt.zero.config import ZeroConfig, check_parameters
+from hf_compressopt.zero.exact import ExactParameters
 from hf_compressopt.zero.parts import Part, TrainedParameter, UpdateBucket, hyperparameters, join, partition
 from hf_compressopt.zero.reducer import GradientReducer, LossScale, SliceGradients, gather_parameters, send_differences
 
@@ -56,6 +57,7 @@ class PartitionedParameters:
         self.known = self.reducer.known
         self._frozen: dict[int, tuple[int, Tensor]] = {}  # by id: number of the param group, and the parameter
         self.ranks_checked = False  # by check_ranks_agree(); not after a load
+        self.bits_per_parameter: float | None = None  # of the exact parameters in the last step
         self.holds_masters = False  # the parameters are the masters for now, and not the replicas that the ranks train
         self.add(groups, range(len(groups)))
 
@@ -205,6 +207,13 @@ class PartitionedParameters:
                 rows.append(f"param group {number} with {known}")
         return rows
 
+    @property
+    def sends_changes(self) -> bool:
+        """True if parameters are sent as their changes, bit for bit; the same on all ranks."""
+        exact = ExactParameters(self.tensors, self.config)
+        slices = [gradients for gradients in self.reducer.slices if gradients.param_form is None]
+        return any(exact.takes(gradients.cut, gradients.communicator) for gradients in slices)
+
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     @property
@@ -248,7 +257,7 @@ class PartitionedParameters:
         values = [hyperparameters(group) for group in groups]
         is_lamb = issubclass(self.optimizer_class, Lamb)
         ratios = self._trust_ratios(values) if is_lamb else {}
-        pipeline = Pipeline(FLOAT_BYTES * self.config.gather_numel)
+        pipeline, exact = Pipeline(FLOAT_BYTES * self.config.gather_numel), ExactParameters(self.tensors, self.config)
         for bucket in self.buckets:
             if is_lamb:
                 bucket.apply(ratios)
@@ -257,24 +266,28 @@ class PartitionedParameters:
                 self.reducer.give_to(bucket)
                 bucket.step()
             bucket.give_hyperparameters(groups, values)
-            self._send(bucket, pipeline)
+            self._send(bucket, pipeline, exact)
+        exact.send(pipeline)
         pipeline.drain()
+        self.bits_per_parameter = exact.bits_per_parameter
 
-    def _send(self, bucket: UpdateBucket, pipeline: Pipeline) -> None:
+    def _send(self, bucket: UpdateBucket, pipeline: Pipeline, exact: ExactParameters) -> None:
         """Write a bucket's parts back, drop their gradients, keep the errors, and start sending the parameters."""
         for part in bucket.parts:
             part.tensor.grad = None
-            if not part.is_ahead:
-                part.write_back()
         for number, mine in bucket.slices.items():
             gradients = self.reducer.slices[number]
             gradients.average = None
             gradients.commit_errors(self.reducer.present)
+            cut, communicator = gradients.cut, gradients.communicator
             if (form := gradients.param_form) is not None:
-                nbytes = gradients.communicator.world_size * form.nbytes(gradients.cut.part_numel)
-                to = gradients.cut, gradients.communicator, form
-                pipeline.add(send_differences(self.tensors, mine, *to), nbytes)
+                nbytes = communicator.world_size * form.nbytes(cut.part_numel)
+                pipeline.add(send_differences(self.tensors, mine, cut, communicator, form), nbytes)
+            elif exact.takes(cut, communicator):
+                exact.add(cut, communicator, mine)
             else:
+                for part in mine:
+                    part.write_back()
                 self._gather(gradients, pipeline)
 
     def _gather(self, gradients: SliceGradients, pipeline: Pipeline) -> None:

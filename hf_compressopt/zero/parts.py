@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import Span
-from hf_compressopt.kernels.memory import reads_at_once
+from hf_compressopt.kernels.memory import kept_per_device, reads_at_once
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.zero.config import ZeroConfig
 
@@ -169,10 +169,12 @@ class Part:
         """This part's elements of the real parameter, in its memory if it is contiguous."""
         return self.real.detach().reshape(-1)[self.span.start : self.span.stop]
 
-    def write_back(self) -> None:
+    def write_back(self, values: Tensor | None = None) -> None:
+        """Write the master copy into the parameter; ``values`` are what it rounds to, if the caller knows them."""
         if not self.direct:
-            # page-locked if it is offloaded, and not written before the next step, which waits for the device
-            values = self.tensor.to(self.real.device, non_blocking=True)
+            if values is None:
+                # page-locked if it is offloaded, and not written before the next step, which waits for the device
+                values = self.tensor.to(self.real.device, non_blocking=True)
             write_span(self.real, self.span.start, self.span.stop, values)
             self._version = self.tensor._version
             # on a device a copy's values are compared instead: the host would wait for sums
@@ -274,6 +276,18 @@ def _sums_of_bits(values: Tensor) -> list[Tensor]:
     last = values.numel() // row * row
     sums = [values[:last].view(torch.int64).view(-1, _COLUMNS).sum(0)] if last else []
     return [*sums, values[last:].view(_BITS[values.element_size()]).clone()]
+
+
+def digest_of_bits(values: Tensor) -> Tensor:
+    """Return a number that tells values with other bits, or in another order, from these: [] int64. values: [n]."""
+    factors = _factors(values.device)
+    digests = [(row * factors[: len(row)]).sum() for row in _sums_of_bits(values)]
+    return digests[0] if len(digests) == 1 else digests[0] * 31 + digests[1]
+
+
+@kept_per_device
+def _factors(device: torch.device) -> Tensor:
+    return (2 * torch.arange(8 * _COLUMNS, device=device) + 1) * 0x9E3779B97F4A7C1  # odd, so that no bit is lost
 
 
 def _changed(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
