@@ -232,14 +232,16 @@ ENCODINGS = {
 
 
 def exact_parameters() -> Table:
-    """Shares of 16-bit parameters that a step changes, and bits per parameter of encodings."""
-    head = ["model", "learning rate", "steps", "changed, %", "by more than one unit, %", *ENCODINGS.values()]
-    lines = [head]
-    for row in sorted(rows("exact_parameters"), key=lambda row: (row["model"], row["lr"], row["warmup"])):
-        if row["steps"] != "41 to 100":
-            rate = f"{row['lr']:.0e}".replace("e-0", "e-") + (", warmup" if row["warmup"] else "")
-            shares = [f"{100 * row[key]:.1f}" for key in ("changed", "beyond")]
-            lines.append([row["model"], rate, row["steps"], *shares, *(f"{row[key]:.2f}" for key in ENCODINGS)])
+    """Shares of 16-bit parameters that steps 11 to 40 change, and bits of encodings; ours in step 1 too."""
+    lines = [["model", "learning rate", "changed, %", "beyond a unit, %", *ENCODINGS.values(), "`exact`, step 1"]]
+    found = sorted(rows("exact_parameters"), key=lambda row: (row["model"], row["lr"], row["warmup"]))
+    for first, row in zip(
+        *([row for row in found if row["steps"] == steps] for steps in ("1", "11 to 40")), strict=True
+    ):
+        rate = f"{row['lr']:.0e}".replace("e-0", "e-") + (", warmup" if row["warmup"] else "")
+        shares = [f"{100 * row[key]:.1f}" for key in ("changed", "beyond")]
+        bits = [*(row[key] for key in ENCODINGS), first["blocks, 2 bits"]]
+        lines.append([row["model"], rate, *shares, *(f"{value:.2f}" for value in bits)])
     return lines
 
 

@@ -11,7 +11,7 @@ LIMITS = {
     "docs/choosing.md": 1250,
     "docs/training.md": 2200,
     "docs/multi_node.md": 1200,
-    "docs/memory_and_zero.md": 1500,
+    "docs/memory_and_zero.md": 1800,
     "docs/checkpoints.md": 1000,
     "docs/options.md": 2100,
     "docs/benchmarks.md": 1500,
