@@ -19,6 +19,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from hf_compressopt.announce import Announcement
 from hf_compressopt.collectives.backward import take_over
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
-from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members, after_backward
+from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members, after_backward, in_backward
 from hf_compressopt.collectives.gradients import (
     GradientBucket,
     GradientRounds,
@@ -382,14 +383,23 @@ class GradientCompression:
             return as_it_is(bucket.buffer())
         if bucket.is_last():
             note_sent(self.params)
-        future = self._rounds.add_ddp_bucket(bucket, self._start, self._finish, self._refuse)
-        if bucket.index() == 0:
-            self._record.passes.begin()
-            self._record.passes.post(self.communicator)
-        if bucket.is_last():
-            self._record.passes.check(now=False)
+        joined = not in_backward()  # torch's Join: this rank has no inputs left, and sends zeros and its errors
+        start = partial(self._start_pass, joined=joined)
+        future = self._rounds.add_ddp_bucket(bucket, start, self._finish, self._refuse)
+        if bucket.is_last() and joined:
+            self.errors.commit()
+        elif bucket.is_last():
             after_backward(self._hand_out)
         return future
+
+    def _start_pass(self, *, joined: bool) -> None:
+        """Start the round of a backward pass, which the ranks compare before another message is under way."""
+        self._start()
+        if not joined:
+            self._record.passes.begin()
+        doing = "has no inputs left" if joined else ""
+        self._record.passes.post(self.communicator, joined=joined, doing=doing)
+        self._record.passes.check(now=False)
 
     def _refuse(self, params: Sequence[Tensor]) -> None:
         """Refuse parameters of a DistributedDataParallel model that have no errors here; alike on all ranks."""
@@ -419,6 +429,10 @@ class GradientCompression:
         if self._connected is not None:
             self._handed_out.use(checked=False)
             self._record.passes.end_step()
+
+    def close_passes(self, doing: str) -> None:
+        """Raise an error on all ranks if one is still in a backward pass. All ranks call."""
+        self._record.passes.close(doing)
 
     def _hand_out(self) -> None:
         self._handed_out.hand_out(self._rounds.first, self._rounds.before)

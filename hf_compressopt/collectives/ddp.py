@@ -67,6 +67,11 @@ class GradientSync:
             self._record = SendRecord(" and ".join(sorted({type(each).__name__ for each in optimizers})))
             self._answer()
 
+    def close_passes(self, doing: str) -> None:
+        """Raise an error on all ranks if one is still in a backward pass. All ranks call."""
+        if self._record is not None:
+            self._record.passes.close(doing)
+
     def _answer(self) -> None:
         """Answer for the gradients of the optimizers' parameters, in this model or not."""
         self._groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)

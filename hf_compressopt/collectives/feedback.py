@@ -433,6 +433,11 @@ def _errors_in(buffer: Tensor, counts: Sequence[int], chunks: int = 1) -> list[E
     return [CompactErrors(part, count, chunks) for part, count in zip(parts, counts, strict=True)]
 
 
+def in_backward() -> bool:
+    """Return whether a backward pass calls."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 def after_backward(act: Callable[[], None]) -> None:
     """Call a function, which starts no collective, after DDP's own callback at the end of this backward pass."""
     engine = torch.autograd.Variable._execution_engine

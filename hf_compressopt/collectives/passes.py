@@ -6,6 +6,7 @@ eight numbers, 32 bytes, at the beginning of a pass that sends gradients, and be
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,10 +34,11 @@ class StepPasses:
         self.are_known = False  # somebody has counted one
         self.held = 0  # those of them whose gradients were not thrown away since
         self._posted: _Posted | None = None
+        self._ranks: Sequence[Communicator] = ()  # those who compared the last pass
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but a message under way."""
-        return self.__dict__ | {"_posted": None, "in_loop": None}
+        return self.__dict__ | {"_posted": None, "_ranks": (), "in_loop": None}
 
     def begin(self) -> None:
         """Count a pass."""
@@ -63,17 +65,20 @@ class StepPasses:
             self.before = self.count
         self.count = self.held = 0
 
-    def post(self, *communicators: Communicator, in_step: bool = False, doing: str = "") -> None:
+    def post(self, *communicators: Communicator, in_step: bool = False, joined: bool = False, doing: str = "") -> None:
         """Start comparing the passes with those of the other ranks, by a message that is the same in a step.
 
-        Several communicators reach all ranks one after another, as those of a mesh's dimensions do.
+        Several communicators reach all ranks one after another, as those of a mesh's dimensions do. A rank that has
+        ``joined`` has no inputs left, and follows the others (torch's Join): its own passes count for nothing.
         """
         self.check()  # what the host has not waited for
         wide = [each for each in dict.fromkeys(communicators) if each.world_size > 1]
         if not wide:
             return
+        self._ranks = wide
         numbers = [float(self.count), float(self.held), float(in_step), float(self.members)]
-        here, device = array("f", [*numbers, *(-number for number in numbers)]), wide[0].reached().device
+        both = [-math.inf] * 8 if joined else [*numbers, *(-number for number in numbers)]
+        here, device = array("f", both), wide[0].reached().device
         message = torch.frombuffer(here, dtype=torch.float32) if reads_at_once(device) else numbers_on(device, here)
         arrive = partial(_arrived, _largest(wide[0], message), wide[1:], message)
         self._posted = _Posted(wide, arrive, here, doing or self._describe(in_step))
@@ -116,6 +121,12 @@ class StepPasses:
         """Raise an error on all ranks of a plain loop, if the others do not what this rank does, which may not."""
         if self.in_loop is not None:
             self.post(self.in_loop, in_step=True, doing=doing)
+            self.check()
+
+    def close(self, doing: str) -> None:
+        """Raise an error on all ranks if one is still in a pass: where a training ends no step tells it. All call."""
+        if self._ranks:
+            self.post(*self._ranks, in_step=True, doing=doing)
             self.check()
 
     def _describe(self, in_step: bool) -> str:

@@ -313,6 +313,10 @@ class FSDPCompression:
         """Find the trainable parameters that FSDP2 does not manage, and return their averages. All ranks call."""
         return self._beside.find()
 
+    def close_passes(self, doing: str) -> None:
+        """Raise an error on all ranks if one is still in a backward pass. All ranks call."""
+        self._record.passes.close(doing)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """All parameters as one param group, as a checkpoint expects it."""

@@ -425,6 +425,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save as Accelerate does; compressed optimizers' states go to safetensors shards. All ranks call."""
+        self._compressopt.models.close_passes("saves its state")
         io.wait_for_saves()  # Accelerate may remove older folders first
         with ExitStack() as stack:
             for optimizer in self.our_optimizers():
@@ -439,6 +440,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def end_training(self) -> None:
         """End the training as Accelerate does, after the saves in the background, and say what the run has sent."""
+        self._compressopt.models.close_passes("ends the training")
         io.wait_for_saves()
         line = closing_line(*self.our_optimizers(), *self._compressopt.models.compressions())
         if line and self.is_main_process:

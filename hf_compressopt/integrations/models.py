@@ -135,6 +135,14 @@ class Models:
     def compressions(self) -> list[GradientCompression | FSDPCompression]:
         return [*filter(None, map(find_compression, self._ddp)), *self._sharded]
 
+    def close_passes(self, doing: str) -> None:
+        """Raise an error on all ranks if one is still in a backward pass: nothing else tells after the last step.
+
+        All ranks call.
+        """
+        for sender in [*filter(None, map(find_sync, self._ddp)), *self.compressions()]:
+            sender.close_passes(doing)
+
     def release(self) -> None:
         """Have the gradients of every DDP model averaged in all steps, until an optimizer is bound again."""
         for sync in filter(None, map(find_sync, self._ddp)):

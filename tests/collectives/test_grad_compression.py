@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt import (
@@ -311,6 +312,32 @@ def test_what_no_rank_uses_in_every_second_step_keeps_its_errors(
             optimizer.zero_grad(set_to_none=to_none)
             mean += used * sum(pieces(r, step, 4096) for r in range(world_size)) / world_size
         assert float((net.other + mean).square().mean().sqrt()) < most, (options, to_none)
+
+
+@pytest.mark.parametrize(("bits", "most"), [("int4", 0.03), ("int8", 0.003)])
+@on_ranks(2)
+def test_a_rank_without_inputs_follows_the_others(rank: int, world_size: int, bits: str, most: float) -> None:
+    """torch's Join: it sends zeros, and what its messages have missed before."""
+    net, inputs = Linear(), torch.randn(64, 64, generator=torch.Generator().manual_seed(rank))
+    model = DistributedDataParallel(net)
+    model.register_comm_hook(GradientCompression(net.named_parameters(), bits), compress_hook)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    start = net.weight.detach().clone()
+
+    def take_steps(count: int) -> None:
+        for _ in range(count):
+            model(inputs, 0 * inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with Join([model]):
+        take_steps(3 if rank else 30)
+    take_steps(2)
+    assert same_on_all_ranks(net.parameters())
+    steps = torch.tensor([32.0, 5.0])[rank]
+    moved = steps * inputs / 2
+    dist.all_reduce(moved)
+    assert (start - net.weight.detach() - moved).norm() < most * moved.norm()
 
 
 class Small(nn.Module):

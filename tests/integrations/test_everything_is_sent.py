@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
@@ -92,9 +93,9 @@ def optimizer_of(method: Method, params: Any) -> Any:
     return getattr(hf_compressopt, method.optimizer)(params, **ADAM, **method.options)
 
 
-def wrapped(method: Method, model: nn.Module, optimizer: Any) -> Any:
+def wrapped(method: Method, model: nn.Module, optimizer: Any, **options: Any) -> Any:
     """The model in a DistributedDataParallel that has the method's hook."""
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model, **options)
     if method.compression:
         ddp.register_comm_hook(GradientCompression(model.named_parameters(), method.compression), compress_hook)
     else:
@@ -127,14 +128,27 @@ def ddp_forward_around(method: Method) -> Trained:
     return list(model.parameters()), stepping(method, optimizer, lambda n: ddp(batch(n)), lambda n: model(batch(n)))
 
 
-def ddp_part_around(method: Method) -> Trained:
+def ddp_part_around(method: Method, **options: Any) -> Trained:
     """Both: a backward through the wrapper, and another one around it."""
     model = Net()
     optimizer = optimizer_of(method, model.named_parameters())
-    ddp = wrapped(method, model, optimizer)
+    ddp = wrapped(method, model, optimizer, **options)
 
     def wrong(number: int) -> Tensor:
         ddp(batch(number)).backward()
+        return model(batch(number + 50))
+
+    return list(model.parameters()), stepping(method, optimizer, lambda n: ddp(batch(n)), wrong)
+
+
+def ddp_backward_around(method: Method) -> Trained:
+    """A forward through the wrapper, and the backward of one around it: DDP expects a pass, and sends this one."""
+    model = Net()
+    optimizer = optimizer_of(method, model.named_parameters())
+    ddp = wrapped(method, model, optimizer, find_unused_parameters=True)
+
+    def wrong(number: int) -> Tensor:
+        ddp(batch(number))
         return model(batch(number + 50))
 
     return list(model.parameters()), stepping(method, optimizer, lambda n: ddp(batch(n)), wrong)
@@ -385,6 +399,10 @@ class Situation(NamedTuple):
 SITUATIONS = {
     "DDP: forward goes around": Situation(ddp_forward_around, HOOKED, "body.weight", STEP_SENDS),
     "DDP: one of two passes goes around": Situation(ddp_part_around, HOOKED, "body.weight", STEP_SENDS),
+    "DDP: the same with find_unused_parameters": Situation(
+        partial(ddp_part_around, find_unused_parameters=True), HOOKED, "body.weight", STEP_SENDS
+    ),
+    "DDP: forward through it, backward around it": Situation(ddp_backward_around, HOOKED, "", HOOKED),
     "DDP: a module outside": Situation(ddp_module_outside, HOOKED, "adapter.weight"),
     "DDP: an adapter whose wrapper is not called": Situation(ddp_adapter_around, HOOKED, "weight", STEP_SENDS),
     "DDP: trainable later": Situation(partial(ddp_unfrozen, again=False), HOOKED, "body.weight|a parameter that was"),
@@ -629,3 +647,30 @@ def test_a_gradient_that_one_rank_alone_has_not_sent_raises_on_all(rank: int, wo
     ):
         for _ in range(2):
             step(alone=True)
+
+
+def end_training(accelerator: Any) -> None:
+    accelerator.end_training()
+
+
+def save_state(accelerator: Any) -> None:
+    with TemporaryDirectory() as folder:
+        accelerator.save_state(folder)
+
+
+@on_ranks(2)
+def test_a_pass_more_in_the_last_step_raises_where_the_training_ends(rank: int, world_size: int) -> None:
+    """A rank that runs one more is in its first message, and no step follows in which the others would tell it."""
+    for name in ("int4", "onebit_adam"):
+        for ending in (end_training, save_state):
+            accelerator, model = accelerator_of(METHODS[name]), Net()
+            prepared, optimizer = accelerator.prepare(model, optimizer_of(METHODS[name], model.named_parameters()))
+            accelerator.backward(prepared(batch(0)))
+            optimizer.step()
+            optimizer.zero_grad()
+            said = rf"rank 0 is in pass 2 .*; rank 1 {'ends the training' if ending is end_training else 'saves'}"
+            with pytest.raises(RuntimeError, match=said):
+                for _ in range(1 if rank else 2):
+                    accelerator.backward(prepared(batch(1)))
+                optimizer.step()
+                ending(accelerator)
