@@ -249,7 +249,7 @@ def test_lora_sends_and_saves_the_adapters_alone(
     (tmp_path / "text.txt").write_text("\n\n".join(f"word {n % 7} and {n % 5} of a text" for n in range(40)))
     small_pretrained(tmp_path / "model")
     files = {"model_name_or_path": tmp_path / "model", "train_file": tmp_path / "text.txt"}
-    given = {**TRAINER, **files, "lora_rank": 4, "optim": optim, "optim_args": options, "save_strategy": "no"}
+    given = {**TRAINER, **files, "lora_rank": 16, "optim": optim, "optim_args": options, "save_strategy": "no"}
     run([*torchrun(2), *words("lora", tmp_path / "out", given, script)])
     assert logged(tmp_path / "out", "compressopt/compression_ratio")[-1] > ratio
     adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")
