@@ -106,12 +106,7 @@ class GroupBuffers:
             for kind in MOMENTS:
                 yield StateTensor.of(TensorKey(kind, name), piece[kind], tuple(param.shape), piece["start"])
         if moments.shards is None or not param.numel():
-            if not moments.last or state.layout.starts[index] >= state.layout.in_messages.numel:
-                # else messages are the momentum
-                tensors["exp_avg"] = moments.exp_avg_of(index, still=False).view(param.shape)
-            if moments.has_variance:
-                variance = moments.stored_variance(index).view(param.shape)
-                tensors[Kind.CODE if moments.codes.numel() else "exp_avg_sq"] = variance
+            tensors = {kind: stored.view(param.shape) for kind, stored in moments.stored_of(index).items()}
         flat = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per == "element"}
         tensors |= {kind: state.view(buffer, index) for kind, buffer in flat.items()}
         if "param" in own:
@@ -128,9 +123,9 @@ class GroupBuffers:
         """Yield what belongs to no one parameter: the rest of compact moments, counts, and the mask."""
         state, moments = self.state, self.moments
         key, replicated = partial(TensorKey, group=state.number, rank=state.own_rank), state.own_rank is None
-        if moments.codes.numel():
-            yield StateTensor.of(key(Kind.TOP), moments.tops, replicated=replicated)
-        found = [average.messages for _, average in sorted(moments.last.items()) if average.messages is not None]
+        if (tops := moments.tops_of_codes) is not None:
+            yield StateTensor.of(key(Kind.TOP), tops, replicated=replicated)
+        found = [average.messages for average in moments.messages if average.messages is not None]
         whole, start = (sum(messages.numel() for messages in found),), 0
         for messages in found:
             yield StateTensor.of(key(Kind.MESSAGE), messages, whole, start, replicated=replicated)
@@ -151,18 +146,9 @@ class GroupBuffers:
 
     def commit(self, *, frozen: bool) -> None:
         """Take over what was read. ``frozen``: whether the variance does not change in the coming step."""
-        state, moments = self.state, self.moments
-        starts = [bucket.start for bucket in state.layout.buckets]
-        wanted = state.communicator.world_size, state.form if state.feedback else None
-        mine = sorted(moments.last) == starts
-        messages = [last for last in moments.last.values() if last.values is None]
-        mine = mine and all((last.world_size, last.form) == wanted for last in messages)
-        keep = state.compact and frozen  # the warmup stage takes float32
-        moments.decode(momentum=not (keep and mine), variance=not keep)
-        if state.compact:
-            moments.settle()
-            state.moments = moments
-        if state.communicator.world_size == 1:
+        state, ranks = self.state, self.state.communicator.world_size
+        state.moments = state.moments.loaded(self.moments, frozen=frozen, world_size=ranks, form=state.form)
+        if ranks == 1:
             state.errors.take(self.errors.worker, self.errors.server)
         elif self.errors is not state.errors:
             state.errors.copy_(self.errors.worker, self.errors.server)

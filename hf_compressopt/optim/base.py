@@ -343,8 +343,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Take the step; ``gradients`` is None if this rank's are not finite and it steps without them."""
         compressed = [state for state in self._states if state.compressed and not plan.update_variance]
         shared_out = [state for state in self._states if state.moments.shards is not None]
-        for state in compressed:
-            if state.compact and plan.stage.number:
+        if plan.stage.number:
+            for state in compressed:
                 state.moments.freeze()
         if gradients is None:
             return self._local_steps(plan, compressed, None)

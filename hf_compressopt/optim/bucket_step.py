@@ -93,10 +93,7 @@ class BucketStep:
 
         None if the average takes the momentum's place as it came, in messages.
         """
-        if self.state.keeps_average(self.bucket, average):
-            self.state.moments.keep(self.bucket, average)
-            return None
-        return self.state.moments.in_float32(self.bucket)
+        return self.state.store_momentum(self.bucket, average)
 
     def parameters(self, moving: Container[int] | None = None) -> ParameterSegments:
         """Give the parts of parameters in the bucket, to be changed in place inside a ``with``."""

@@ -117,36 +117,149 @@ class KeptAdam:
 
 
 class Moments:
-    """The two moments of a param group: flat float32 buffers, or compact forms that take their place.
+    """The two moments of a param group in flat float32 buffers."""
 
-    What a compact form or ``shards`` replace is [0].
-    """
+    shards: MomentShards | None = None  # which take the place of both, of a class that keeps compact moments
 
-    def __init__(
-        self, layout: FlatLayout, device: torch.device, shards: MomentShards | None = None, *, has_variance: bool = True
-    ) -> None:
-        self._layout, self.shards = layout, shards
-        self.has_variance = has_variance
-        numel = layout.numel if shards is None else 0
-        self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
-        self.exp_avg_sq = torch.zeros(numel if has_variance else 0, dtype=torch.float32, device=device)
-        # a frozen variance in 8 bits, [numel], and [parameters]: see LogVariance
-        self.codes = torch.zeros(0, dtype=torch.uint8, device=device)
-        self.tops = torch.zeros(len(layout.numels), dtype=torch.int32, device=device)
-        self.last: dict[int, Average] = {}  # messages that are the momentum, by the buckets' first elements
-        self._recent: tuple[int, Tensor] | None = None  # the bucket that was decoded last: readers go on
+    def __init__(self, layout: FlatLayout, exp_avg: Tensor, exp_avg_sq: Tensor, *, has_variance: bool) -> None:
+        self._layout, self.has_variance = layout, has_variance
+        self.exp_avg, self.exp_avg_sq = exp_avg, exp_avg_sq
         self.adam: KeptAdam | None = None  # of the warmup stage
+
+    @classmethod
+    def zeros(
+        cls, layout: FlatLayout, device: torch.device, shards: MomentShards | None, *, has_variance: bool
+    ) -> Moments:
+        """Return moments before the first step; what ``shards`` replace is [0]."""
+        numel = layout.numel if shards is None else 0
+        exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
+        exp_avg_sq = torch.zeros(numel if has_variance else 0, dtype=torch.float32, device=device)
+        made = cls(layout, exp_avg, exp_avg_sq, has_variance=has_variance)
+        made.shards = shards
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but what a copy makes of its own buffers."""
         return self.__dict__ | {"adam": None}
 
     def to(self, device: torch.device) -> None:
-        for name in ("exp_avg", "exp_avg_sq", "codes", "tops"):
-            setattr(self, name, getattr(self, name).to(device))
-        self._recent = self.adam = None
+        self.exp_avg, self.exp_avg_sq, self.adam = self.exp_avg.to(device), self.exp_avg_sq.to(device), None
         if self.shards is not None:
             self.shards.to(device)
+
+    # -- what a compressed step reads and writes ----------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """Give a variance that does not change any more the form that it has from now on."""
+
+    def variance(self, start: int, stop: int) -> Variance:
+        """Return the variances of the elements [start, stop), as kernels take them."""
+        return self.exp_avg_sq[start:stop]
+
+    def momentum(self, bucket: Bucket) -> Average:
+        """Return the momentum of a bucket, as values or as messages."""
+        return Average.of(self.exp_avg[bucket.start : bucket.stop])
+
+    def store(self, bucket: Bucket, average: Average, *, masked: bool, alone: bool) -> Tensor | None:
+        """Make an average the momentum of a bucket: return memory for its values, [numel] float32.
+
+        None if the average takes the momentum's place as it came. ``masked``: it was multiplied by a mask; ``alone``:
+        there is one rank.
+        """
+        return self.exp_avg[bucket.start : bucket.stop]
+
+    def settle(self) -> None:
+        """Free the float32 buffers whose place another form has taken."""
+
+    # -- one parameter's ----------------------------------------------------------------------------------------------
+
+    def _part(self, whole: Tensor, index: int) -> Tensor:
+        """Return the elements of one parameter in a buffer of all elements."""
+        start = self._layout.starts[index]
+        return whole[start : start + self._layout.numels[index]]
+
+    def exp_avg_of(self, index: int, still: bool) -> Tensor:
+        """Return a parameter's first moment, [n] float32: a view of where its values lie, or decoded ones."""
+        return self._part(self.exp_avg, index)
+
+    def exp_avg_sq_of(self, index: int) -> Tensor:
+        """Return a parameter's second moment, [n] float32: a view of the buffer, or decoded values."""
+        return self._part(self.exp_avg_sq, index)
+
+    def shown(self, read: Callable[[], dict[str, Callable[[], Any]]]) -> MutableMapping[str, Any]:
+        """Return the entry of ``optimizer.state`` of a parameter, from what reads its values."""
+        return {name: value() for name, value in read().items()}
+
+    # -- which parameters have a variance -----------------------------------------------------------------------------
+
+    def largest_variances(self) -> Tensor:
+        """Return the largest variance of each parameter that has elements, or its code, which is the least."""
+        rows = [self._part(self.exp_avg_sq, index).max() for index, numel in enumerate(self._layout.numels) if numel]
+        return torch.stack(rows) if rows else self.exp_avg_sq.new_zeros(0)
+
+    def with_variance(self, largest: Sequence[float] | None = None) -> list[bool]:
+        """Return for each parameter whether an element has a variance, in the form that steps read, in one fetch."""
+        if not self.has_variance:
+            return [True] * len(self._layout.numels)
+        found = iter(self._vary(self.largest_variances().tolist() if largest is None else largest))
+        return [numel > 0 and next(found) for numel in self._layout.numels]
+
+    def _vary(self, largest: Sequence[float]) -> list[bool]:
+        return [row != 0 for row in largest]
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def stored_of(self, index: int) -> dict[str, Tensor]:
+        """Return a parameter's moments as files have them, flat, by their kinds; without those of ``shards``."""
+        stored = {"exp_avg": self._part(self.exp_avg, index)}
+        return stored | {"exp_avg_sq": self._part(self.exp_avg_sq, index)} if self.has_variance else stored
+
+    @property
+    def tops_of_codes(self) -> Tensor | None:
+        """What a variance in codes needs beside them, [parameters] int32; None for one in float32."""
+        return None
+
+    @property
+    def messages(self) -> list[Average]:
+        """The messages that are the momentum, in the order of their buckets."""
+        return []
+
+    def room(
+        self, *, codes: bool = False, last: Mapping[int, Average] | None = None, shards: MomentShards | None = None
+    ) -> Moments:
+        """Return moments of another form, to be filled. They share the memory of what has that form already."""
+        if not (codes or last):
+            return copy(self)
+        compact = CompactMoments(self._layout, self.exp_avg, self.exp_avg_sq, has_variance=self.has_variance)
+        return compact.room(codes=codes, last=last)
+
+    def loaded(self, read: Moments, *, frozen: bool, world_size: int, form: SignFormat) -> Moments:
+        """Return the moments that go on after a load into :meth:`room`.
+
+        ``frozen``: the variance does not change in the coming step. The coming messages are of ``world_size`` ranks.
+        """
+        if isinstance(read, CompactMoments):
+            read.decode()  # into the buffers that both have
+        return self
+
+
+class CompactMoments(Moments):
+    """Moments of which a frozen variance lies in 8 bits (LogVariance), and of which messages may be the momentum.
+
+    Until then both are in float32. What another form replaces is [0] among the float32 buffers.
+    """
+
+    def __init__(self, layout: FlatLayout, exp_avg: Tensor, exp_avg_sq: Tensor, *, has_variance: bool) -> None:
+        super().__init__(layout, exp_avg, exp_avg_sq, has_variance=has_variance)
+        device = exp_avg.device
+        self.codes = torch.zeros(0, dtype=torch.uint8, device=device)  # [numel] once the variance is frozen
+        self.tops = torch.zeros(len(layout.numels), dtype=torch.int32, device=device)
+        self.last: dict[int, Average] = {}  # messages that are the momentum, by the buckets' first elements
+        self._recent: tuple[int, Tensor] | None = None  # the bucket that was decoded last: readers go on
+
+    def to(self, device: torch.device) -> None:
+        super().to(device)
+        self.codes, self.tops, self._recent = self.codes.to(device), self.tops.to(device), None
         for start, average in self.last.items():
             messages, values = (
                 None if each is None else each.to(device) for each in (average.messages, average.values)
@@ -177,10 +290,25 @@ class Moments:
         self.tops.copy_(numbers_on(self.tops.device, points, torch.int32))
 
     def variance(self, start: int, stop: int) -> Variance:
-        """Return the variances of the elements [start, stop), as kernels take them."""
         if self.codes.numel():
             return LogVariance(self.codes[start:stop], self.tops)
-        return self.exp_avg_sq[start:stop]
+        return super().variance(start, stop)
+
+    def exp_avg_sq_of(self, index: int) -> Tensor:
+        if self.codes.numel():
+            return decode_variance(self._part(self.codes, index), self.tops[index])
+        return super().exp_avg_sq_of(index)
+
+    def largest_variances(self) -> Tensor:
+        if not self.codes.numel():
+            return super().largest_variances()
+        return torch.stack([self._part(self.codes, i).min() for i, numel in enumerate(self._layout.numels) if numel])
+
+    def _vary(self, largest: Sequence[float]) -> list[bool]:
+        if self.codes.numel():
+            return [code != ZERO_CODE for code in largest]
+        values = torch.tensor(largest, dtype=torch.float32, device="cpu")
+        return [top > NO_TOP for top in tops_of_variances(torch.split(values, 1))]
 
     # -- the momentum -------------------------------------------------------------------------------------------------
 
@@ -188,17 +316,14 @@ class Moments:
         """Take the messages of an average as the momentum of a bucket."""
         self.last[bucket.start], self._recent = average, None
 
-    def in_float32(self, bucket: Bucket) -> Tensor:
-        """Return float32 memory for the new momentum of a bucket, whose messages do not take its place any more."""
+    def store(self, bucket: Bucket, average: Average, *, masked: bool, alone: bool) -> Tensor | None:
+        if not masked and (average.messages is not None or (bucket.in_full and not alone)):
+            self.keep(bucket, average)
+            return None
         self.exp_avg = self._whole(self.exp_avg)
         self.last.pop(bucket.start, None)
         self._recent = None
         return self.exp_avg[bucket.start : bucket.stop]
-
-    def _part(self, whole: Tensor, index: int) -> Tensor:
-        """Return the elements of one parameter in a buffer of all elements."""
-        start = self._layout.starts[index]
-        return whole[start : start + self._layout.numels[index]]
 
     def _whole(self, moment: Tensor) -> Tensor:
         """Return a buffer of all elements: this one, or zeros."""
@@ -206,62 +331,16 @@ class Moments:
         return moment if moment.numel() == numel else moment.new_zeros(numel)
 
     def momentum(self, bucket: Bucket) -> Average:
-        """Return the momentum of a bucket, as values or as messages."""
-        return self.last.get(bucket.start) or Average.of(self.exp_avg[bucket.start : bucket.stop])
-
-    def settle(self) -> None:
-        """Free the float32 buffers whose place compact forms have taken."""
-        if len(self.last) == len(self._layout.buckets):
-            self.exp_avg = self.exp_avg.new_empty(0)
-        if self.codes.numel():
-            if self.codes.untyped_storage().nbytes() > self.codes.numel():
-                self.codes = self.codes.clone()
-            self.exp_avg_sq = self.exp_avg_sq.new_empty(0)
-
-    # -- other forms --------------------------------------------------------------------------------------------------
-
-    def room(
-        self, *, codes: bool = False, last: Mapping[int, Average] | None = None, shards: MomentShards | None = None
-    ) -> Moments:
-        """Return moments of another form, to be filled. They share the memory of what has that form already."""
-        found, numel = copy(self), self._layout.numel if shards is None else 0
-        found.shards = shards
-        found.tops, found.last, found._recent = torch.zeros_like(self.tops), dict(last or {}), None
-        if not codes:
-            found.codes = self.codes.new_empty(0)
-        elif not self.codes.numel():
-            found.codes = self.codes.new_empty(numel)
-        for name, compact in (("exp_avg", bool(last)), ("exp_avg_sq", codes or not self.has_variance)):
-            if not compact and getattr(self, name).numel() != numel:
-                setattr(found, name, getattr(self, name).new_zeros(numel))
-        return found
-
-    def decode(self, *, momentum: bool = True, variance: bool = True) -> None:
-        """Write what lies in a compact form into float32 buffers: into those that are still there, or into new ones."""
-        if momentum and self.last:
-            self.exp_avg, varies = self._whole(self.exp_avg), self.with_variance()
-            for index, has_variance in enumerate(varies):
-                self._part(self.exp_avg, index).copy_(self.exp_avg_of(index, still=not has_variance))
-            self.last, self._recent = {}, None
-        if variance and self.codes.numel():
-            self.exp_avg_sq = self._whole(self.exp_avg_sq)
-            for index in range(len(self._layout.numels)):
-                self._part(self.exp_avg_sq, index).copy_(self.exp_avg_sq_of(index))
-            self.codes = self.codes.new_empty(0)
-
-    # -- one parameter's ----------------------------------------------------------------------------------------------
-
-    def stored_variance(self, index: int) -> Tensor:
-        """Return a parameter's second moment in the form that it has: a view of the codes or of the buffer, [n]."""
-        return self._part(self.codes if self.codes.numel() else self.exp_avg_sq, index)
+        return self.last.get(bucket.start) or super().momentum(bucket)
 
     def exp_avg_of(self, index: int, still: bool) -> Tensor:
-        """Return a parameter's first moment, [n] float32: a view of where its values lie, or decoded ones."""
         start, numel = self._layout.starts[index], self._layout.numels[index]
         if not self.last:
-            return self.exp_avg[start : start + numel]
+            return super().exp_avg_of(index, still)
         out = torch.zeros(numel, dtype=torch.float32, device=self.codes.device)
-        for first, average in self.last.items() if not still else ():
+        if still:
+            return out
+        for first, average in self.last.items():
             low, high = max(start, first), min(start + numel, first + average.numel)
             if average.values is not None and high - low == numel:
                 return average.values[low - first : high - first]
@@ -276,31 +355,75 @@ class Moments:
             self._recent = start, values
         return self._recent[1]
 
-    def exp_avg_sq_of(self, index: int) -> Tensor:
-        """Return a parameter's second moment, [n] float32: a view of the buffer, or decoded values."""
-        stored = self.stored_variance(index)
-        return decode_variance(stored, self.tops[index]) if self.codes.numel() else stored
+    # -- both ---------------------------------------------------------------------------------------------------------
 
-    def largest_variances(self) -> Tensor:
-        """Return the largest variance of each parameter that has elements, or its code, which is the least."""
-        values = [self.stored_variance(index) for index, numel in enumerate(self._layout.numels) if numel]
-        rows = [each.min() if self.codes.numel() else each.max() for each in values]
-        return torch.stack(rows) if rows else self.exp_avg_sq.new_zeros(0)
+    def shown(self, read: Callable[[], dict[str, Callable[[], Any]]]) -> MutableMapping[str, Any]:
+        return ParameterState(read)
 
-    def with_variance(self, *, compact: bool = True, largest: Sequence[float] | None = None) -> list[bool]:
-        """Return for each parameter whether an element has a variance, in the form that steps read, in one fetch."""
-        if not self.has_variance:
-            return [True] * len(self._layout.numels)
-        rows = self.largest_variances().tolist() if largest is None else largest
+    def settle(self) -> None:
+        if len(self.last) == len(self._layout.buckets):
+            self.exp_avg = self.exp_avg.new_empty(0)
         if self.codes.numel():
-            varies = [code != ZERO_CODE for code in rows]
-        elif compact:
-            values = torch.tensor(rows, dtype=torch.float32, device="cpu")
-            varies = [top > NO_TOP for top in tops_of_variances(torch.split(values, 1))]
-        else:
-            varies = [row != 0 for row in rows]
-        found = iter(varies)
-        return [numel > 0 and next(found) for numel in self._layout.numels]
+            if self.codes.untyped_storage().nbytes() > self.codes.numel():
+                self.codes = self.codes.clone()
+            self.exp_avg_sq = self.exp_avg_sq.new_empty(0)
+
+    def decode(self, *, momentum: bool = True, variance: bool = True) -> None:
+        """Write what lies in a compact form into float32 buffers: into those that are still there, or into new ones."""
+        if momentum and self.last:
+            self.exp_avg, varies = self._whole(self.exp_avg), self.with_variance()
+            for index, has_variance in enumerate(varies):
+                self._part(self.exp_avg, index).copy_(self.exp_avg_of(index, still=not has_variance))
+            self.last, self._recent = {}, None
+        if variance and self.codes.numel():
+            self.exp_avg_sq = self._whole(self.exp_avg_sq)
+            for index in range(len(self._layout.numels)):
+                self._part(self.exp_avg_sq, index).copy_(self.exp_avg_sq_of(index))
+            self.codes = self.codes.new_empty(0)
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def stored_of(self, index: int) -> dict[str, Tensor]:
+        stored: dict[str, Tensor] = {}
+        if not self.last or self._layout.starts[index] >= self._layout.in_messages.numel:  # else messages have it
+            stored["exp_avg"] = self.exp_avg_of(index, still=False)
+        if self.codes.numel():
+            stored["exp_avg_sq_code"] = self._part(self.codes, index)
+        elif self.has_variance:
+            stored["exp_avg_sq"] = self._part(self.exp_avg_sq, index)
+        return stored
+
+    @property
+    def tops_of_codes(self) -> Tensor | None:
+        return self.tops if self.codes.numel() else None
+
+    @property
+    def messages(self) -> list[Average]:
+        return [average for _, average in sorted(self.last.items())]
+
+    def room(
+        self, *, codes: bool = False, last: Mapping[int, Average] | None = None, shards: MomentShards | None = None
+    ) -> Moments:
+        found, numel = copy(self), self._layout.numel if shards is None else 0
+        found.shards = shards
+        found.tops, found.last, found._recent = torch.zeros_like(self.tops), dict(last or {}), None
+        if not codes:
+            found.codes = self.codes.new_empty(0)
+        elif not self.codes.numel():
+            found.codes = self.codes.new_empty(numel)
+        for name, compact in (("exp_avg", bool(last)), ("exp_avg_sq", codes or not self.has_variance)):
+            if not compact and getattr(self, name).numel() != numel:
+                setattr(found, name, getattr(self, name).new_zeros(numel))
+        return found
+
+    def loaded(self, read: Moments, *, frozen: bool, world_size: int, form: SignFormat) -> Moments:
+        assert isinstance(read, CompactMoments), "room() returns moments of its own class"
+        messages = [average for average in read.messages if average.values is None]
+        alike = all((average.world_size, average.form) == (world_size, form) for average in messages)
+        alike = alike and sorted(read.last) == [bucket.start for bucket in self._layout.buckets]
+        read.decode(momentum=not (frozen and alike), variance=not frozen)
+        read.settle()
+        return read
 
 
 class ParameterState(MutableMapping[str, Any]):
@@ -393,14 +516,15 @@ class GroupState:
         # among all ranks, if the param group has a process group of its own, so that others may hold other parameters
         self.communicator, self.own_rank = communicator, own_rank
         device = self.params[0].device if self.params else communicator.device
-        self.compact = form.compact and compressed
+        compact = form.compact and compressed
         self.form = SignFormat(form.scale_block)
         together = compressed and own_rank is None and communicator.world_size > 1
         self.shared_out = form.shares_moments and together
         shards = self.room_for_shards(device)
-        self.moments = Moments(self.layout, device, shards, has_variance=form.has_variance)
+        kind = CompactMoments if compact or self.shared_out else Moments
+        self.moments = kind.zeros(self.layout, device, shards, has_variance=form.has_variance)
         layout = self.layout.in_messages
-        self.errors = ErrorFeedback(layout, communicator, device, compact=self.compact, used=compressed)
+        self.errors = ErrorFeedback(layout, communicator, device, compact=compact, used=compressed)
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")  # that each parameter has seen
         self.still = [False] * len(self.params)  # which do not move after the warmup stage; see find_still()
         self.extras = tuple(extra for extra in form.extra_state if compressed or extra.always)
@@ -446,11 +570,10 @@ class GroupState:
     def variance(self, bucket: Bucket) -> Variance:
         return self.moments.variance(bucket.start, bucket.stop)
 
-    def keeps_average(self, bucket: Bucket, average: Average) -> bool:
-        """Return whether a bucket's average, as messages or in full, may replace the momentum."""
-        in_full = bucket.in_full and self.communicator.world_size > 1
-        compact = self.compact and self.options.get("exp_avg_mask") is None
-        return compact and (in_full or average.messages is not None)
+    def store_momentum(self, bucket: Bucket, average: Average) -> Tensor | None:
+        """Make an average the momentum of a bucket: see :meth:`Moments.store`."""
+        masked = self.options.get("exp_avg_mask") is not None
+        return self.moments.store(bucket, average, masked=masked, alone=self.communicator.world_size == 1)
 
     def room_for_shards(self, device: torch.device | None = None) -> MomentShards | None:
         """Return memory for this rank's part of the moments of the warmup stage; None if every rank has all of them."""
@@ -485,8 +608,7 @@ class GroupState:
 
     def torch_state(self, index: int) -> MutableMapping[str, Any]:
         """Return the entry of ``optimizer.state[p]``: views of the flat buffers, or what decodes compact forms."""
-        readers = partial(self._readers, index)
-        return ParameterState(readers) if self.compact else {name: read() for name, read in readers().items()}
+        return self.moments.shown(partial(self._readers, index))
 
     def _readers(self, index: int) -> dict[str, Callable[[], Any]]:
         """Return what returns each value of the state of a parameter; of shared moments this rank's pieces."""
@@ -515,7 +637,7 @@ class GroupState:
 
     def find_still(self, largest: Sequence[float] | None = None) -> None:
         """Find the parameters that do not move after the warmup stage, since none of their elements has a variance."""
-        varies = self.moments.with_variance(compact=self.compact, largest=largest)
+        varies = self.moments.with_variance(largest)
         self.still = [
             self.compressed and numel > 0 and not each for numel, each in zip(self.layout.numels, varies, strict=True)
         ]

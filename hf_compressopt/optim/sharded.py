@@ -61,7 +61,7 @@ from hf_compressopt.kernels.adam import AdamTensors
 from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, highest_points
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.gradients import Gradients, Grads, MeanNorm, find_fault
-from hf_compressopt.optim.group import GroupState, MomentShards, ParamGroups, part_of
+from hf_compressopt.optim.group import CompactMoments, GroupState, MomentShards, ParamGroups, part_of
 from hf_compressopt.optim.math import adam_step_, correct_bias_, sum_of
 from hf_compressopt.optim.overlap import UNCLIPPED, Backward, Key, MessageOf, OverlapSender, SignBucket
 from hf_compressopt.schedules import StepPlan
@@ -232,6 +232,11 @@ def _shards_of(state: GroupState) -> MomentShards:
     return shards
 
 
+def _compact_of(state: GroupState) -> CompactMoments:
+    assert isinstance(state.moments, CompactMoments)
+    return state.moments
+
+
 # -- the end of the stage ---------------------------------------------------------------------------------------------
 
 
@@ -266,7 +271,7 @@ def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], 
     still = [top <= NO_TOP for top in points]
     rows = enumerate(state.feedback)
     run_tasks(_gather_momentum(state, number, feedback, still) for number, feedback in rows)
-    state.moments.make_codes(points)  # in the memory that the momentum has left, on up to four ranks
+    _compact_of(state).make_codes(points)  # in the memory that the momentum has left, on up to four ranks
     run_tasks(_gather_variance(state, number, points) for number in range(len(state.layout.buckets)))
     state.moments.shards = None
     state.find_still()
@@ -290,7 +295,7 @@ def _gather_momentum(state: GroupState, number: int, feedback: BucketErrors, sti
     if bucket.in_full:
         values = yield from _gather_values(state, bucket, exp_avg)
         shards.exp_avg[number] = exp_avg.new_empty(0)
-        state.moments.keep(bucket, Average.of(values))
+        _compact_of(state).keep(bucket, Average.of(values))
         return
     together, message = own_message(bucket.numel, form, communicator, state.device)
     if exp_avg.numel():
@@ -304,7 +309,7 @@ def _gather_momentum(state: GroupState, number: int, feedback: BucketErrors, sti
     shards.exp_avg[number] = exp_avg.new_empty(0)
     del exp_avg
     average = yield from gather_messages(bucket.numel, together, form, communicator)
-    state.moments.keep(bucket, average)
+    _compact_of(state).keep(bucket, average)
 
 
 def _gather_variance(state: GroupState, number: int, tops: Sequence[int]) -> Task[None]:
@@ -317,7 +322,7 @@ def _gather_variance(state: GroupState, number: int, tops: Sequence[int]) -> Tas
         encode_variance_(part_of(shards.exp_avg_sq[number], span), part_of(codes, span), tops[span.index])
     shards.exp_avg_sq[number] = shards.exp_avg_sq[number].new_empty(0)
     yield from all_gather(whole, communicator, last=None)
-    state.moments.codes[bucket.start : bucket.stop] = whole[: bucket.numel]
+    _compact_of(state).codes[bucket.start : bucket.stop] = whole[: bucket.numel]
 
 
 # -- zero_stage=2 -----------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from hf_compressopt import async_save_state, load_state, save_state
 from hf_compressopt.checkpoint.compressed import room_for_messages
 from hf_compressopt.format.index import CheckpointError
+from hf_compressopt.optim.group import CompactMoments
 from tests.checkpoint.kinds import train
 from tests.checkpoint.test_checkpoint import make
 from tests.checkpoint.test_resharding import stored
@@ -46,10 +47,9 @@ def fill(optimizer: Any, version: float) -> None:
     """Give every tensor of the state, every error and the step this value, and bytes the value of :func:`marker`."""
     for state in optimizer._states:
         moments = state.moments
-        averages = [
-            average.values if average.messages is None else average.messages for average in moments.last.values()
-        ]
-        for tensor in (state.errors.worker, state.errors.server, moments.codes, moments.tops, *averages):
+        averages = [each.values if each.messages is None else each.messages for each in moments.messages]
+        codes = [moments.codes, moments.tops] if isinstance(moments, CompactMoments) else []
+        for tensor in (state.errors.worker, state.errors.server, *codes, *averages):
             tensor.fill_(marker(version, tensor))
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -66,7 +66,7 @@ def marker(version: float, tensor: torch.Tensor) -> float:
 def take_compact_form(optimizer: Any) -> None:
     """Put codes and messages where a compressed step puts them."""
     for state in optimizer._states:
-        if state.compact:
+        if isinstance(state.moments, CompactMoments):
             cut = optimizer.bucket_numel, state.communicator.world_size, optimizer.scale_block
             state.moments.freeze()
             state.moments.last = room_for_messages(state.layout, *cut, state.device)

@@ -284,7 +284,7 @@ def save_compact(rank: int, world_size: int, folder: str) -> list[Tensor]:
         load_state(other, f"{folder}/saved")
         save_state(other, f"{folder}/{how}")
     moments, errors = optimizer._states[1].moments, optimizer._states[1].errors
-    messages = [average.messages for _, average in sorted(moments.last.items())]
+    messages = [average.messages for average in moments.messages]
     return [moments.codes, moments.tops, errors.worker, *messages]
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 from hf_compressopt import GradientCompression, OnebitAdam, OnebitLamb, ZeroOneAdam, average_gradients, cli, quantities
+from hf_compressopt.optim.group import CompactMoments
 from hf_compressopt.planner import cost, report
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ZERO_ONE_LOCAL, Cluster, Model, Training
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
@@ -281,10 +282,11 @@ NUMEL = 40_002
 def nbytes_of(state: Any, *more: torch.Tensor) -> int:
     """Bytes of a group's state, and of more tensors; small buckets share storages."""
     moments, shards = state.moments, state.moments.shards
-    tensors = [*more, state.errors.worker, state.errors.server, moments.exp_avg, moments.exp_avg_sq, moments.codes]
+    tensors = [*more, state.errors.worker, state.errors.server, moments.exp_avg, moments.exp_avg_sq]
+    tensors += [moments.codes] if isinstance(moments, CompactMoments) else []
     tensors += [*shards.exp_avg, *shards.exp_avg_sq] if shards else []
     tensors += [tensor for tensor in state.extra.values() if tensor.numel() == NUMEL]
-    tensors += [last.messages for last in moments.last.values() if last.messages is not None]
+    tensors += [last.messages for last in moments.messages if last.messages is not None]
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
