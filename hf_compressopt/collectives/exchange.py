@@ -28,6 +28,7 @@ The exchange of such a run, or of one bucket, is a generator, a :data:`Task`. It
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -49,6 +50,7 @@ from hf_compressopt.kernels import (
     reference,
 )
 from hf_compressopt.kernels.compact import tensor_of
+from hf_compressopt.kernels.memory import side_stream_of
 
 _Result = TypeVar("_Result")
 _Bucket = TypeVar("_Bucket")
@@ -66,11 +68,13 @@ class Pipeline:
     """Tasks in flight: while one waits for the network, later ones compute. ``limit``: the most bytes under way.
 
     Each new task runs to its first wait; then every earlier one goes on to its next wait, the newest first. The order
-    depends on the tasks alone, so that all ranks start collectives alike.
+    depends on the tasks alone, so that all ranks start collectives alike. Given the ``device`` on which backward runs
+    meanwhile, a GPU does the work of the tasks on a stream of its own. Then what they read must stay: :meth:`keep`.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, device: torch.device | None = None) -> None:
         self.limit, self.nbytes = limit, 0
+        self._side = None if device is None else side_stream_of(device)
         self._tasks: list[tuple[Task[object], int, bool]] = []  # the newest first, and whether it sends nothing more
 
     def room_for(self, nbytes: int) -> None:
@@ -83,14 +87,34 @@ class Pipeline:
 
     def add(self, task: Task[object], nbytes: int = 0) -> None:
         """Start a task with so many bytes under way, for which there is room then, and advance the others."""
-        self.room_for(nbytes)
-        self.nbytes += nbytes
-        self._tasks.insert(0, (task, nbytes, False))
-        self._advance(all_of_them=False)
+        with nullcontext() if self._side is None else self._side.entered():
+            self.room_for(nbytes)
+            self.nbytes += nbytes
+            self._tasks.insert(0, (task, nbytes, False))
+            self._advance(all_of_them=False)
 
     def drain(self) -> None:
-        while self._tasks:
-            self._advance(all_of_them=True)
+        """Finish all tasks; later work on a GPU waits for theirs."""
+        if self._tasks:
+            with nullcontext() if self._side is None else self._side.entered():
+                while self._tasks:
+                    self._advance(all_of_them=True)
+        self.join()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._tasks
+
+    def join(self) -> None:
+        """Let later work on a GPU wait for what the tasks have queued there."""
+        if self._side is not None:
+            self._side.join()
+
+    def keep(self, tensors: Iterable[Tensor | None]) -> None:
+        """Keep the memory of tensors that tasks read, and that others may free meanwhile."""
+        if self._side is not None:
+            for tensor in (each for each in tensors if each is not None):
+                self._side.keep(tensor)
 
     def _advance(self, *, all_of_them: bool) -> None:
         waiting = []

@@ -252,7 +252,10 @@ class GradientRounds:
                 self._checked = mine
         else:
             self._order.begin()
-        self._grads, self._copies, self._averages, self._pipeline = {}, [], [], Pipeline()
+        if not self._pipeline.is_empty:
+            self._pipeline.join()  # a round was not finished, after an error
+        self._grads, self._copies, self._averages = {}, [], []
+        self._pipeline = Pipeline(device=buckets[0].communicator.device if buckets else None)
 
     def add(self, param: Tensor, grad: Tensor | None) -> bool:
         """Hand over the gradient of a parameter; the round overwrites it. False if it is in no bucket of the round."""
@@ -303,6 +306,7 @@ class GradientRounds:
         if not self._buckets or not all(bucket.waits_in_step for bucket in self._buckets):
             return False
         self._send_rest()
+        self._pipeline.join()  # whoever writes to the gradients now waits until they are read
         self._copies = []  # what is written into them is nothing
         for bucket in self._buckets:
             bucket.hand_over(self.finish)

@@ -8,7 +8,8 @@ of torch.func or of a tensor subclass.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_float
 from functools import lru_cache, wraps
 
@@ -116,6 +117,44 @@ def in_float32(number: float) -> float:
 @lru_cache
 def _stream_of_copies(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@lru_cache
+def _stream_of_messages(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class SideStream:
+    """A stream of a GPU beside the one on which backward runs, which does not wait for messages that are awaited here.
+
+    There is one per device, so that work of several senders keeps its order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, _stream_of_messages(device)
+
+    def __reduce__(self) -> tuple[type[SideStream], tuple[torch.device]]:
+        return SideStream, (self._device,)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, work is queued here, behind all that is queued on the current stream now."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Let later work of the current stream wait for all that is queued here now."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor, if it is freed, until what is queued here by then has read it."""
+        tensor.record_stream(self._stream)
+
+
+def side_stream_of(device: torch.device) -> SideStream | None:
+    """Return the side stream of a device; None where the host does the work itself."""
+    return SideStream(device) if device.type == "cuda" else None
 
 
 def fetch_later(tensor: Tensor, *, beside: bool = False) -> Callable[[], Tensor]:

@@ -446,7 +446,8 @@ class FreedGradients(OverlapSender):
         load of a checkpoint of a run that clipped otherwise.
         """
         plan, last = self._begin_step(), self._last_norm()
-        self._sent, self._dropped = _SentGradients(is_late=self._sent.is_late), False
+        tasks = Pipeline(device=self._communicator.device)
+        self._sent, self._dropped = _SentGradients(tasks=tasks, is_late=self._sent.is_late), False
         if not self.states or (plan.stage.number and last is None):
             return False
         self.begin(None if self.loss_scale is None else float(self.loss_scale()), plan)
@@ -480,6 +481,7 @@ class FreedGradients(OverlapSender):
                 grads[param] = param.grad
                 sent.present[state.number][piece.index] = True
         segments = state.gradient_segments(bucket, [grads.get(param) for param in state.params])
+        sent.tasks.keep([*grads.values(), *(segment.tensor for segment in segments)])
         if not self._plan.stage.number:
             factor, errors = 1 / self.backward.loss_scale, (due.old.worker, due.new.worker)
             sent.tasks.add(

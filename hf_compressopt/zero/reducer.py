@@ -202,7 +202,7 @@ class GradientReducer:
         self.max_norm: float | None = None  # to which clip_grad_norm_ has clipped last
         self._communicator, self._checked = communicator, False
         self._config, self._loss_scale = config, loss_scale
-        self.pipeline = Pipeline(2 * FLOAT_BYTES * config.reduce_numel)
+        self.pipeline = self._new_pipeline()
         self.known: list[TrainedParameter] = []
         self.backward = BackwardPasses(self, "ZeroOptimizer", communicator)
 
@@ -276,9 +276,13 @@ class GradientReducer:
     def follow(self) -> None:
         self.follow_parameters()
 
+    def _new_pipeline(self) -> Pipeline:
+        return Pipeline(2 * FLOAT_BYTES * self._config.reduce_numel, self._communicator.device)
+
     def begin_pass(self) -> bool:
         self.follow_parameters()
         self.check_layout()
+        self.pipeline = self._new_pipeline()
         return True
 
     def take(self, number: int) -> bool:
@@ -320,6 +324,7 @@ class GradientReducer:
         for number in gradients.cut.places:
             if number not in gradients.filled:
                 self._fill(number)
+        self.pipeline.keep([gradients.buffer])
         self.pipeline.add(self._average(gradients), 2 * gradients.nbytes)
         if not self._config.overlap_comm:
             self.pipeline.drain()

@@ -1,14 +1,18 @@
 """The engine that sends gradients while backward runs: one order of messages on all ranks, whatever their graphs do."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from hf_compressopt import OnebitAdam, ZeroOptimizer
+from hf_compressopt import GradientCompression, OnebitAdam, ZeroOptimizer, attach_ddp, compress_hook
+from hf_compressopt.collectives import exchange
 from hf_compressopt.collectives.exchange import Order
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.support.harness import on_ranks, same_on_all_ranks
@@ -100,3 +104,80 @@ def test_the_order_is_that_of_rank_0(rank: int, world_size: int) -> None:
     order.agree(TorchCommunicator())
     order.add([("d",)])
     assert list(order.rest()) == [2, 0, 1, 3]
+
+
+class FakeSideStream:
+    """What a GPU has beside the stream of backward: it tells whether work is queued there."""
+
+    def __init__(self) -> None:
+        self.is_entered, self.joins, self.kept = False, 0, list[int]()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        assert not self.is_entered
+        self.is_entered = True
+        yield
+        self.is_entered = False
+
+    def join(self) -> None:
+        assert not self.is_entered
+        self.joins += 1
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        self.kept.append(tensor.data_ptr())
+
+
+@pytest.mark.parametrize("method", ["int4", "warmup", "overlap", "ZeRO-2", "int4 in ZeRO-2", "zero_stage=2"])
+@on_ranks(2)
+def test_backward_waits_for_no_message(rank: int, world_size: int, method: str) -> None:
+    """On a GPU a message is awaited on a side stream; what it reads stays, and the step waits for what it uses."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    torch.manual_seed(1 + rank)
+    model: nn.Module = net
+    if method in ("int4", "warmup", "overlap"):
+        model = DistributedDataParallel(net, bucket_cap_mb=0.02)
+    optimizer: Any
+    frees = False
+    if method == "int4":
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model.register_comm_hook(GradientCompression(net.named_parameters(), "int4", bucket_cap_mb=0.02), compress_hook)
+    elif method.endswith("ZeRO-2"):
+        frees = True
+        form = "int4" if method.startswith("int4") else "none"
+        options = {"stage": 2, "grad_compression": form, "bucket_cap_mb": 0.02}
+        optimizer = ZeroOptimizer(net.parameters(), torch.optim.AdamW, **options)
+    else:
+        frees = method == "zero_stage=2"
+        chosen = {"overlap": {"overlap_comm": True, "freeze_step": 1}, "zero_stage=2": {"zero_stage": 2}}
+        optimizer = OnebitAdam(net.parameters(), bucket_cap_mb=0.02, **{"freeze_step": 9, **chosen.get(method, {})})
+        if not frees:
+            attach_ddp(model, optimizer)
+    side, in_backward, outside, inside = FakeSideStream(), False, list[str](), list[str]()
+
+    def watched(name: str) -> Any:
+        original = getattr(TorchCommunicator, name)
+
+        def call(self: TorchCommunicator, *args: Any, **kwargs: Any) -> Any:
+            if in_backward and args[0].numel() > 16:  # and so no message of the passes
+                (inside if side.is_entered else outside).append(name)
+            return original(self, *args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "side_stream_of", lambda device: side)
+        for name in ("all_to_all", "all_gather", "all_reduce"):
+            patch.setattr(TorchCommunicator, name, watched(name))
+        for _ in range(5):
+            loss = model(torch.randn(4, 64)).square().sum()
+            joined, in_backward = side.joins, True
+            inside.clear()
+            outside.clear()  # what the ranks compare once
+            loss.backward()
+            in_backward = False
+            assert side.joins > joined or not inside
+            optimizer.step()
+            optimizer.zero_grad()
+    assert inside and not outside, (inside, outside)
+    assert bool(side.kept) == frees, side.kept
