@@ -7,6 +7,7 @@ else is a plain PEFT script. The README beside this file has the commands.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from datasets import Dataset, load_dataset
 from peft import LoraConfig, get_peft_model
@@ -32,11 +33,22 @@ class Arguments:
     train_file: str | None = field(default=None, metadata={"help": "A text whose paragraphs are the examples."})
     max_length: int = field(default=512, metadata={"help": "Tokens of an example; the rest is cut off."})
     lora_rank: int = field(default=16, metadata={"help": "Rank of the adapters."})
+    shard_base: bool = field(default=False, metadata={"help": "Shard the model by FSDP2 when it is loaded."})
 
     def __post_init__(self) -> None:
         """Refuse contradictions before anything is loaded."""
         if bool(self.dataset_name) == bool(self.train_file):
             raise ValueError("give exactly one of --dataset_name and --train_file")
+
+
+def load_model(args: Arguments, training_args: TrainingArguments) -> Any:
+    """Load the base; if it is to be in shards, each rank keeps one of them."""
+    if not args.shard_base:
+        return AutoModelForCausalLM.from_pretrained(args.model_name_or_path)
+    from transformers.distributed import DistributedConfig  # newer versions have it
+
+    config = DistributedConfig(fsdp_size=training_args.world_size)
+    return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, distributed_config=config)
 
 
 def load_texts(args: Arguments) -> Dataset:
@@ -60,12 +72,11 @@ def main() -> None:
             batched=True,
             remove_columns=texts.column_names,
         )
-    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path)
     adapters = LoraConfig(
         r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     trainer = Trainer(
-        model=get_peft_model(model, adapters),
+        model=get_peft_model(load_model(args, training_args), adapters),
         args=training_args,
         train_dataset=examples,
         processing_class=tokenizer,

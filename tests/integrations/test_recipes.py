@@ -255,3 +255,17 @@ def test_lora_sends_and_saves_the_adapters_alone(
     adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert len(adapters) == 28 and all(".lora_" in name for name in adapters)
     assert all(value.abs().max() > 0 for name, value in adapters.items() if ".lora_B" in name)
+
+
+@pytest.mark.full
+def test_lora_trains_beside_a_base_in_shards(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    (tmp_path / "text.txt").write_text("\n\n".join(f"word {n % 7} and {n % 5} of a text" for n in range(40)))
+    small_pretrained(tmp_path / "model")
+    files = {"model_name_or_path": tmp_path / "model", "train_file": tmp_path / "text.txt", "save_strategy": "no"}
+    given = {**TRAINER, **files, "optim": "adamw_torch", "optim_args": "grad_compression=int4"}
+    told = run([*torchrun(2), *words("lora", tmp_path / "out", {**given, "shard_base": "true"})])
+    assert "trainable parameters beside the shards are rank 0's on all ranks" in told.stderr + told.stdout
+    assert logged(tmp_path / "out", "compressopt/compression_ratio")[-1] > 6
+    adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert len(adapters) == 28 and all(value.abs().max() > 0 for name, value in adapters.items() if ".lora_B" in name)
