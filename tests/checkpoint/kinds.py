@@ -36,22 +36,19 @@ class Kind(NamedTuple):
 
 
 ONEBIT: dict[str, Any] = {"freeze_step": 2, "bucket_cap_mb": 0.0001, "scale_block": 16}
-FLOAT32 = {**ONEBIT, "form": "float32"}
 ZERO_ONE = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 4}
 ZERO_ONE |= {"bucket_cap_mb": 0.0001, "scale_block": 16}
 ZERO = {"reduce_bucket_size": 40}
 BF16 = torch.bfloat16
 
 KINDS: dict[str, Kind] = {
-    "onebit_adam_warmup_1": Kind("OnebitAdam", FLOAT32, 1, 1),
-    "onebit_adam_warmup_2": Kind("OnebitAdam", FLOAT32, 2, 1),
-    "onebit_adam_compressed_1": Kind("OnebitAdam", FLOAT32, 1, 4),
-    "onebit_adam_compressed_2": Kind("OnebitAdam", FLOAT32, 2, 4),
-    "onebit_adam_compact_1": Kind("OnebitAdam", ONEBIT, 1, 4),
-    "onebit_adam_compact_2": Kind("OnebitAdam", ONEBIT, 2, 4),
-    "onebit_adam_compact_own_group_2": Kind("OnebitAdam", ONEBIT, 2, 4, own_group=True, loads_on=(2,)),
-    "onebit_adam_auto_2": Kind("OnebitAdam", {**FLOAT32, "freeze_step": "auto"}, 2, 2),
-    "onebit_adam_own_group_2": Kind("OnebitAdam", FLOAT32, 2, 4, own_group=True, loads_on=(2,)),
+    "onebit_adam_warmup_1": Kind("OnebitAdam", ONEBIT, 1, 1),
+    "onebit_adam_warmup_2": Kind("OnebitAdam", ONEBIT, 2, 1),
+    "onebit_adam_compressed_1": Kind("OnebitAdam", ONEBIT, 1, 4),
+    "onebit_adam_compressed_2": Kind("OnebitAdam", ONEBIT, 2, 4),
+    "onebit_adam_auto_2": Kind("OnebitAdam", {**ONEBIT, "freeze_step": "auto"}, 2, 2),
+    "onebit_adam_float32_2": Kind("OnebitAdam", {**ONEBIT, "form": "float32"}, 2, 4),
+    "onebit_adam_own_group_2": Kind("OnebitAdam", ONEBIT, 2, 4, own_group=True, loads_on=(2,)),
     "zero_one_adam_variance_2": Kind("ZeroOneAdam", ZERO_ONE, 2, 2),
     "zero_one_adam_local_1": Kind("ZeroOneAdam", ZERO_ONE, 1, 9),
     "zero_one_adam_local_2": Kind("ZeroOneAdam", ZERO_ONE, 2, 9),
@@ -73,12 +70,11 @@ SCALED = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_windo
 LARGE = ((37, 19), (11,), (0, 4), (), (19, 7))
 #: More that a run resumes from, by more ranks.
 RESUMED = {
-    "onebit_adam_start_2": Kind("OnebitAdam", FLOAT32, 2, 0),
-    "onebit_adam_switching_2": Kind("OnebitAdam", FLOAT32, 2, 2),
-    "onebit_adam_compact_switching_2": Kind("OnebitAdam", ONEBIT, 2, 2),
-    "onebit_adam_compact_3": Kind("OnebitAdam", ONEBIT, 3, 4),
-    "onebit_adam_compact_warmup_3": Kind("OnebitAdam", ONEBIT, 3, 1),
-    "onebit_adam_8_bits_3": Kind("OnebitAdam", {**FLOAT32, "warmup_bits": 8}, 3, 1),
+    "onebit_adam_start_2": Kind("OnebitAdam", ONEBIT, 2, 0),
+    "onebit_adam_switching_2": Kind("OnebitAdam", ONEBIT, 2, 2),
+    "onebit_adam_compressed_3": Kind("OnebitAdam", ONEBIT, 3, 4),
+    "onebit_adam_warmup_3": Kind("OnebitAdam", ONEBIT, 3, 1),
+    "onebit_adam_8_bits_3": Kind("OnebitAdam", {**ONEBIT, "warmup_bits": 8}, 3, 1),
     "onebit_adam_zero1_warmup_2": Kind("OnebitAdam", {**ONEBIT, "zero_stage": 1}, 2, 1),
     "onebit_adam_zero1_switching_3": Kind("OnebitAdam", {**ONEBIT, "zero_stage": 1}, 3, 2),
     "onebit_adam_zero1_3": Kind("OnebitAdam", {**ONEBIT, "zero_stage": 1}, 3, 4),
