@@ -18,7 +18,7 @@ LIMITS = {
     "docs/convergence.md": 900,
     "docs/deepspeed.md": 700,
     "docs/algorithms.md": 2200,
-    "docs/fine_tuning.md": 900,
+    "docs/fine_tuning.md": 1080,
 }
 IN_PAGES, IN_DEV, IN_RECIPES = 16_500, 5500, 2500
 
