@@ -44,6 +44,7 @@ from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import SIGNS_PER_BYTE, Bucket, FlatLayout, bucket_numel_of, chunk_numel
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.fsdp.beside import BesideUnits, together
+from hf_compressopt.fsdp.exact import ExactGathers
 from hf_compressopt.fsdp.units import Unit, units_of
 from hf_compressopt.grad_compression import (
     FORMATS,
@@ -261,6 +262,8 @@ class FSDPCompression:
         bits: int,
         bucket_numel: int,
         loss_scale: Callable[[], float] | None,
+        *,
+        exact: bool = False,
     ) -> None:
         """Allocate the errors, in 8 bits, and hook into FSDP2: see :func:`compress_fsdp`."""
         self.bits, self.traffic, self._bucket_numel = bits, Traffic(), bucket_numel
@@ -290,6 +293,8 @@ class FSDPCompression:
             self._check_ranks()
         options: dict[str, Any] = {"bucket_cap_mb": bucket_numel * 4 / 2**20, "loss_scale": loss_scale}
         self._beside = BesideUnits(model, units, mesh, name_of(bits), self._enter_pass, **options)
+        ranks = TorchCommunicator(mesh.get_group(0), device=device)  # with counters of its own
+        self._gathers = ExactGathers(units, ranks) if exact and ranks.world_size > 1 else None
         for errors in self._units:
             if self.replicated:
                 errors.unit.set_hook(partial(self._average, errors))
@@ -353,6 +358,8 @@ class FSDPCompression:
             )
         self._said_not_finite = spoilt
         numbers = {"steps_not_finite": float(spoilt), **numbers}
+        if self._gathers is not None and (found := self._gathers.bits_per_parameter) is not None:
+            numbers["bits_per_parameter"] = found
         return numbers if self._beside.averages is None else together(numbers, full, self._beside.averages)
 
     def describe(self) -> str:
@@ -365,7 +372,8 @@ class FSDPCompression:
             units = f"nothing is compressed, since there is one replica of {ranks} rank(s)"
         else:
             numel = sum(param.numel() for errors in self._units for param in errors.unit.params)
-            others = "" if self.replicated else ", and parameters in full precision"
+            how = "in full precision" if self._gathers is None else "as their changes, bit for bit"
+            others = "" if self.replicated else f", and parameters {how}"
             units = (
                 f"gradients of {numel:,} parameters travel as int{self.bits} with error feedback between {between}"
                 f"{others}, over {self.communicator.name}"
@@ -553,6 +561,7 @@ def compress_fsdp(
     *,
     bucket_cap_mb: float | None = None,
     loss_scale: Callable[[], float] | None = None,
+    param_compression: str = "none",
 ) -> FSDPCompression:
     """Average the gradients of a model that FSDP2 shards by low-bit messages.
 
@@ -584,6 +593,9 @@ def compress_fsdp(
             on CUDA devices, 25 on others.
         loss_scale: Returns the factor that the gradients of the coming step carry, such as a ``GradScaler.get_scale``;
             None stands for 1.
+        param_compression: "exact": gather parameters that FSDP2 gathers in 16 bits, by a MixedPrecisionPolicy or since
+            they are, as their changes, bit for bit. Each rank keeps a replica, 2 bytes per parameter, frozen ones too.
+            Without replicas only, on a mesh of 1 dimension. "none" leaves gathering to FSDP2.
 
     Returns:
         The state: its errors (``state_dict()``) and its ``metrics()``. The model keeps it alive.
@@ -603,5 +615,12 @@ def compress_fsdp(
             compression,
             mesh.size(1),
         )
+    if param_compression not in ("exact", "none"):
+        raise ValueError(f"param_compression must be 'exact' or 'none' with FSDP2, got {param_compression!r}")
+    exact = param_compression == "exact"
+    if exact and mesh.ndim == 2:
+        raise ValueError(
+            "param_compression=exact is for FSDP2 over all ranks; inside a replica the links are fast: leave it out"
+        )
     bucket_numel = bucket_numel_of(bucket_cap_mb, mesh.device_type)
-    return FSDPCompression(model, mesh, bits, bucket_numel, loss_scale)
+    return FSDPCompression(model, mesh, bits, bucket_numel, loss_scale, exact=exact)

@@ -90,6 +90,31 @@ class Unit:
         self.module.set_custom_reduce_scatter(reduce_scatter)
         self._reduce_all()
 
+    @property
+    def gathered_dtypes(self) -> set[torch.dtype]:
+        """The dtypes in which FSDP2 gathers the parameters, frozen ones too."""
+        policy = self.group.mp_policy
+        return {policy.param_dtype or _parameter_of(param).dtype for param in self.group.fsdp_params}
+
+    @property
+    def gathers_in_parts(self) -> bool:
+        """True if backward gathers among other ranks than forward."""
+        return self.group.post_forward_mesh_info not in (None, self.group.mesh_info)
+
+    @property
+    def takes_all_gather(self) -> bool:
+        return hasattr(self.module, "set_custom_all_gather")
+
+    def set_all_gather(self, all_gather: Any) -> None:
+        """Have FSDP2 call an all-gather in place of its own."""
+        self.module.set_custom_all_gather(all_gather)
+
+    def rounded_shard(self) -> Tensor:
+        """Return what this rank would gather of all parameters now, [n], padding included, as a new tensor."""
+        (dtype,) = self.gathered_dtypes
+        parts = [param._sharded_param_data for param in self.group.fsdp_params]
+        return torch.cat([part.to(self.device, dtype, non_blocking=True).view(-1) for part in parts])
+
     def _reduce_all(self) -> None:
         """Have FSDP2 reduce parameters without a gradient too, so that all ranks send as much; from torch 2.13 on."""
         if hasattr(self.module, "set_reduce_scatter_unused_params"):

@@ -69,6 +69,7 @@ class Attachment:
     buffers: list[SharedBuffers] = field(default_factory=list)  # of models prepared without DDP
     grad_compression: str = "none"  # for the models of ordinary optimizers
     messages: MessageOptions = field(default_factory=MessageOptions)  # of grad_compression
+    exact_parameters: bool = False  # of models that FSDP2 shards
     gradient_as_bucket_view: bool = True  # in DDP, where gradients travel in messages of this package
     loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
     in_checkpoint: bool = False  # all ranks are saving a checkpoint
@@ -78,6 +79,7 @@ class Attachment:
     def take(self, plugin: CompressOptPlugin) -> None:
         self.plugin, self.grad_compression, self.messages = plugin, plugin.ddp_compression, plugin.message_options()
         self.gradient_as_bucket_view = plugin.gradient_as_bucket_view
+        self.exact_parameters = plugin.param_compression == "exact" and not plugin.partitions
         if plugin.partitions:
             self.asked = f"CompressOptPlugin(zero_stage={plugin.zero_stage})"
         elif plugin.optimizer != "none":
@@ -267,7 +269,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """Send the gradients of FSDP2's models between replicas in low-bit messages, if the user asked for it."""
         state, models = self._compressopt, [found for found in prepared if isinstance(found, nn.Module)]
         if state.grad_compression != "none" and models:
-            state.models.compress_sharded(models, state.grad_compression, state.messages, self._loss_scale)
+            options: dict[str, Any] = {"loss_scale": self._loss_scale, "exact_parameters": state.exact_parameters}
+            state.models.compress_sharded(models, state.grad_compression, state.messages, **options)
 
     def _bind(self) -> None:
         """Give every model the hook that its optimizers need."""
@@ -288,6 +291,11 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             state.grad_compression = "none"
         own_hook = getattr(self.ddp_handler, "comm_hook", None)
         waiting = state.following  # for its optimizer
+        if state.exact_parameters and state.models.has_ddp:
+            raise ValueError(
+                "param_compression=exact is for ZeRO (zero_stage) and for FSDP2: DistributedDataParallel sends no "
+                "parameters; leave it out"
+            )
         state.models.bind(optimizers, own_hook, self._loss_scale, state.grad_compression, state.messages, waiting)
         if self.num_processes > 1:
             self._answer(optimizers)

@@ -49,6 +49,10 @@ class Models:
         if isinstance(inner := without_compile(model), DistributedDataParallel):
             self._ddp.setdefault(inner, None)
 
+    @property
+    def has_ddp(self) -> bool:
+        return bool(self._ddp)
+
     def bind(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
@@ -98,9 +102,15 @@ class Models:
                 model.register_comm_hook(state, compress_hook)
 
     def compress_sharded(
-        self, models: Iterable[nn.Module], compression: str, messages: MessageOptions, loss_scale: Callable[[], float]
+        self,
+        models: Iterable[nn.Module],
+        compression: str,
+        messages: MessageOptions,
+        *,
+        loss_scale: Callable[[], float],
+        exact_parameters: bool,
     ) -> None:
-        """Give every model that FSDP2 shards low-bit messages, unless it has them."""
+        """Give every model that FSDP2 shards low-bit messages, and exact parameters if wanted, unless it has them."""
         if replace(messages, bucket_cap_mb=None) != MessageOptions():
             raise ValueError(
                 f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "
@@ -116,6 +126,7 @@ class Models:
                     compression,
                     bucket_cap_mb=messages.bucket_cap_mb,
                     loss_scale=loss_scale,
+                    param_compression="exact" if exact_parameters else "none",
                 )
                 self._sharded[state] = None
 

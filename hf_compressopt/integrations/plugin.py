@@ -40,6 +40,7 @@ class OptimArgs:
     zero: dict[str, Any] = field(default_factory=dict)  # of ZeroOptimizer, with ``stage``; empty without ZeRO
     async_save: bool = False
     grad_compression: str = ""  # "" if it is not given; under ZeRO it is in ``zero``
+    param_compression: str = ""  # likewise, of models that FSDP2 shards
     messages: dict[str, Any] = field(default_factory=dict)  # of grad_compression
     others: str = ""  # the rest of the text, for Trainer's own optimizer
 
@@ -66,9 +67,9 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
         check_grad_compression(value, name if name in ALGORITHMS else "")
         found.grad_compression = value
     if not ours:
-        check_param_compression(pairs.get("param_compression", AUTO), stage)
+        check_param_compression(pairs.get("param_compression", AUTO), stage, found.grad_compression or "none")
         if stage is None:
-            pairs.pop("param_compression", None)
+            found.param_compression = pairs.pop("param_compression", "")
     if found.grad_compression in (*FORMATS, FULL):
         legal_here = _of_messages()
         found.messages = {key: parse(key, pairs.pop(key), legal_here[key].kinds) for key in legal_here.keys() & pairs}
@@ -114,14 +115,16 @@ def check_grad_compression(value: str, other: str) -> None:
         )
 
 
-def check_param_compression(value: str, stage: int | None) -> None:
+def check_param_compression(value: str, stage: int | None, grad_compression: str) -> None:
     if value not in (legal := [*FORMATS, *EXACT, "none"]):
         raise ValueError(f"param_compression must be one of {legal}, got {value!r}")
-    if value not in ("none", AUTO) and not stage:
-        raise ValueError(
-            f"param_compression={value} is an option of ZeRO, whose ranks send updated parameters: give zero_stage=1 "
-            "or 2, or leave it out; DDP sends no parameters, and FSDP2 gathers them in full precision"
-        )
+    if stage or value in (AUTO, "none") or (value == "exact" and grad_compression != "none"):
+        return
+    raise ValueError(
+        f"param_compression={value} is an option of ZeRO, whose ranks send updated parameters: give zero_stage=1 or 2, "
+        "or leave it out; DDP sends no parameters, and FSDP2 gathers them in full precision, or by "
+        f"param_compression=exact beside grad_compression=int4 ({FULL} leaves gradients as they are)"
+    )
 
 
 def check_taken(name: str, args: OptimArgs, taken: dict[str, Any], source: str) -> None:
@@ -329,7 +332,8 @@ class CompressOptPlugin:
             supported with the optimizers above, so ``optimizer`` is "none" then. With zero_stage it is ZeroOptimizer's
             option. "float32" is for models that FSDP2 shards: trainable parameters beside the shards, such as adapters
             that came later, are averaged in full precision, and the others by FSDP2.
-        param_compression: How updated parameters are sent, with zero_stage; see ZeroConfig.
+        param_compression: How updated parameters are sent, with zero_stage; see ZeroConfig. "exact" beside
+            grad_compression is also for models that FSDP2 shards over all ranks; see compress_fsdp.
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the steps of a learning-rate
             scheduler given to ``prepare``.
         bucket_cap_mb: MiB of float32 values that are sent together, > 0. None is the size of DDP's buckets with
@@ -382,7 +386,7 @@ class CompressOptPlugin:
             raise ValueError(f"total_steps must be an int >= 1, or None, got {self.total_steps!r}")
         check_grad_compression(self.grad_compression, "" if self.optimizer == "none" else self.optimizer)
         stage = self.zero_stage if self.partitions else None
-        check_param_compression(self.param_compression, stage)
+        check_param_compression(self.param_compression, stage, self.grad_compression)
         if self.zero_stage and not self.partitions:
             check_takes_stage(self.optimizer, self.zero_stage)
             cls = ALGORITHMS[self.optimizer]

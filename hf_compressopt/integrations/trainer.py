@@ -215,6 +215,7 @@ def _attach(self: Trainer) -> None:
     attachment.gradient_as_bucket_view = plugin.gradient_as_bucket_view
     attachment.grad_compression = compression
     attachment.messages = replace(plugin.message_options(), **options.messages)
+    attachment.exact_parameters = options.param_compression == "exact"
 
 
 def _train(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -276,8 +277,9 @@ def _options_of(args: Any) -> OptimArgs:
     plugin = CompressOptPlugin()
     if plugin.partitions:
         options.zero = {"stage": plugin.zero_stage, **plugin.zero_options()}
-    elif not options.grad_compression:
-        options.grad_compression = plugin.grad_compression
+    else:
+        options.grad_compression = options.grad_compression or plugin.grad_compression
+        options.param_compression = options.param_compression or plugin.param_compression
     return options
 
 

@@ -27,7 +27,7 @@ ALIKE = 0.05
 MEMORY = ("parameters", "gradients", "states", "buckets", "total")
 #: ZeRO with gradients and parameters in 4 bits, and FSDP2 without replicas.
 ZERO_INT4 = {stage: f"zero{stage}_adamw, int4" for stage in (1, 2)}
-FSDP2 = ("FSDP2", "FSDP2, int4 gradients")
+FSDP2 = ("FSDP2", "FSDP2, int4 gradients", "FSDP2, exact parameters")
 #: When a compressed optimizer's state has a size: always, if it is in float32, or in the two stages if it is compact.
 #: With ``zero_stage=2`` they are what is held from the backward pass to the step.
 ALWAYS, FIRST, THEN = "", ", warmup stage", ", then"
@@ -120,7 +120,7 @@ def memory_rows(
     A compressed optimizer with ``zero_stage=2`` holds whole gradients while it ``accumulates`` micro-batches.
 
     Messages in flight are left out: 1/32 of the buckets' bytes. FSDP2 has no replicas here: each rank has a shard of
-    all, and with gradients in 4 bits errors for all, old and new ones.
+    all, and with gradients in 4 bits errors for all, old and new ones, with exact parameters what was gathered last.
     """
     estimate = partial(
         estimate_zero_memory, params, world_size, dtype=dtype, states_per_parameter=states, bucket_cap_mb=bucket_cap_mb
@@ -137,7 +137,7 @@ def memory_rows(
         estimates["grad_compression"] = replace(plain, states=plain.states + buckets.errors)
         shard = [-(-value // world_size) for value in (full, full, plain.states)]
         errors = 2 * Buckets(params, world_size, bucket_numel).worker_errors
-        for name, held in zip(FSDP2, (0, errors), strict=True):
+        for name, held in zip(FSDP2, (0, errors, params * _HALF_BYTES), strict=True):
             estimates[name] = MemoryEstimate(shard[0], shard[1], shard[2] + held, plain.buckets)
     gradients = {ZERO2_FIRST: FLOAT_BYTES * buckets.own_elements, ZERO2_THEN: 0}
     if accumulates:

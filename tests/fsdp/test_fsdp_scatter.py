@@ -246,8 +246,9 @@ def test_resumes_and_sends_and_holds_what_the_planner_says(tmp_path: Path) -> No
         assert metrics["bytes_sent_step"] == pytest.approx(3 * (values * (0.5 + 2 / 128) + 4 * biases), rel=0.01)
         assert metrics["compression_ratio"] == pytest.approx(3 * 4 * values / metrics["bytes_sent_step"])
         assert metrics["compression_ratio"] > 7.5
-        plain, grads = (memory_rows(4 * values, 4, torch.float32, 2, 25.0)[name] for name in FSDP2)
+        plain, grads, exact = (memory_rows(4 * values, 4, torch.float32, 2, 25.0)[name] for name in FSDP2)
         assert grads["states"] - plain["states"] == pytest.approx(2 * held, rel=0.01)
+        assert exact["states"] - plain["states"] == 2 * 4 * values
         assert "int4 with error feedback between 4 rank(s), and parameters in full precision" in said
 
 

@@ -262,6 +262,26 @@ def test_accelerate_compresses_and_resumes(replicas: int, tmp_path: Path) -> Non
         assert again["steps"] == result["steps"]
 
 
+@on_ranks(2, timeout=120)
+def test_accelerate_gathers_changes_of_parameters_and_leaves_every_bit(rank: int, world_size: int) -> None:
+    weights, metrics = [], []
+    for how in ("none", "exact"):
+        accelerator = accelerator_of(rank, world_size, 1, grad_compression="int4", param_compression=how)
+        accelerator.state.fsdp_plugin.set_mixed_precision("bf16")
+        model = hosts.small_model(dropout=0.0)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+        for step in range(4):
+            mine = hosts.tokens()[4 * step + 2 * rank :][:2]
+            accelerator.backward(model(**{key: torch.stack([row[key] for row in mine]) for key in mine[0]}).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(torch.cat([p.detach().to_local().reshape(-1) for p in model.parameters()]))
+        (state,) = accelerator._compressopt.models.compressions()
+        metrics.append(state.metrics())
+    assert torch.equal(*weights) and "bits_per_parameter" not in metrics[0]
+    assert 0 < metrics[1]["bits_per_parameter"] < 6
+
+
 @on_ranks(4, timeout=120)
 def test_accelerate_refuses_by_name(rank: int, world_size: int) -> None:
     int4 = {"grad_compression": "int4"}

@@ -89,6 +89,7 @@ REFUSED = [
     ("adamw_torch", "param_compression=int4", "is an option of ZeRO, whose ranks send"),
     ("adamw_torch", "grad_compression=int4,param_compression=int3", "param_compression must be one of"),
     ("adamw_torch", "grad_compression=int4,param_compression=int4", "FSDP2 gathers them in full precision"),
+    ("adamw_torch", "param_compression=exact", "or by param_compression=exact beside grad_compression=int4"),
     ("adamw_torch", "zero_stage=1,grad_compression=int3", "grad_compression must be one of"),
     ("zero2_adamw", "param_compression=int3", "param_compression must be one of"),
     ("adamw_torch", "grad_compresion=int4", "has no option 'grad_compresion': did you mean 'grad_compression'"),
