@@ -42,7 +42,7 @@ class Announcement:
 
     def leave_to_others(self) -> None:
         """Say nothing: the lines of another object tell of this one too."""
-        self._attached = self._saved = True
+        self._attached, self.is_open = True, False
 
     def begin(self, state: Announced, describe_more: Callable[[], str] = str) -> None:
         """Say before the first step what is attached, with more in parentheses."""

@@ -8,6 +8,7 @@ messages have one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, finalize
@@ -24,6 +25,9 @@ from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.clipping import teach_torch_to_mix
 from hf_compressopt.fsdp.units import Unit, outside
 from hf_compressopt.grad_compression import GradientCompression
+from hf_compressopt.optim.math import bit_sum
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -100,9 +104,23 @@ class BesideUnits:
         self.averages = GradientCompression(named, self._compression, **self._options)
         self.averages.leave_lines_to_others()
         broadcast_together(ranks, self.averages.params)
+        self._compare_frozen(ranks)
         for param in self.averages.params:
             self._handles.append(param.register_post_accumulate_grad_hook(self._came))
         return self.averages
+
+    def _compare_frozen(self, ranks: TorchCommunicator) -> None:
+        """Warn of frozen parameters beside the shards that differ, such as the frozen half of an adapter."""
+        rows = outside(self._model, self._units, trained=False)
+        mine = {name: int(bit_sum(param.detach())) for name, param in rows if param.is_floating_point()}
+        everyone = ranks.all_gather_object(mine)
+        apart = [name for name in mine if any(each.get(name) != mine[name] for each in everyone)]
+        if apart and ranks.rank == 0:
+            logger.warning(
+                "frozen parameters beside the shards of FSDP2 differ between the ranks, and so do their models: %s. "
+                "Set one seed on all ranks before such adapters are made, or broadcast them",
+                listed(apart),
+            )
 
     def _came(self, _: Tensor) -> None:
         self._gradient_came()

@@ -177,8 +177,8 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
     return list(found.values())
 
 
-def outside(model: nn.Module, units: Iterable[Unit]) -> list[tuple[str, nn.Parameter]]:
-    """The trainable parameters, with their names, that FSDP2 does not manage, and whose gradients it does not send."""
+def outside(model: nn.Module, units: Iterable[Unit], *, trained: bool = True) -> list[tuple[str, nn.Parameter]]:
+    """The trainable parameters, or the frozen ones, with their names, that FSDP2 does not manage."""
     managed: set[tuple[int, str]] = set()
     for info in (param._module_info for unit in units for param in unit.group.fsdp_params):
         managed.add((id(info.module), info.param_name))
@@ -186,7 +186,7 @@ def outside(model: nn.Module, units: Iterable[Unit]) -> list[tuple[str, nn.Param
     found: list[tuple[str, nn.Parameter]] = []
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
-            if param.requires_grad and (id(module), name) not in managed:
+            if param.requires_grad == trained and (id(module), name) not in managed:
                 found.append((f"{prefix}.{name}" if prefix else name, param))
     return found
 

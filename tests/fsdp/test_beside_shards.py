@@ -221,10 +221,41 @@ def test_the_log_says_how_many_parameters_travel_which_way(rank: int, world_size
     for line in told:
         assert f"gradients of {shards:,} parameters travel as int4" in line
         assert f"{numel:,} trainable parameters beside the shards are rank 0's on all ranks" in line
+    told = [line for line in lines if "would send" in line]
+    assert len(told) == (rank == 0) and all(line.startswith("FSDP2 would send") for line in told)
     metrics = state.metrics()
     full = shards * 4 / 2 + numel * 4  # a reduce-scatter, and an all-reduce
     assert metrics["bytes_uncompressed"] == pytest.approx(full, rel=0.02)
     assert metrics["compression_ratio"] == pytest.approx(full / metrics["bytes_sent_step"], rel=0.02)
+
+
+@on_ranks(2)
+def test_frozen_halves_of_adapters_that_differ_are_told(rank: int, world_size: int) -> None:
+    for seed, count in ((-rank, 0), (1, 1)):  # sharded() adds the rank, so that -rank is one seed for all
+        net, mesh = sharded(2, frozen=True, seed=seed)
+        net[0].down.requires_grad_(False)
+        with log_lines() as lines:
+            compress_fsdp(net, mesh)
+        told = [line for line in lines if "frozen parameters beside the shards" in line]
+        assert len(told) == count * (rank == 0) and all("0.down" in line for line in told)
+
+
+def sometimes(rank: int, world_size: int) -> list[Any]:
+    """The gradients of a pass in which each rank uses an adapter that the other does not use."""
+    net, mesh = sharded(2, frozen=True)
+    compress_fsdp(net, mesh, "float32")
+    with torch.no_grad():
+        for number in (0, 2):
+            net[number].up.fill_(0.1)
+    unused = net[0] if rank else net[2]
+    unused.forward = lambda x: unused.base(x)
+    net(data(0)).square().mean().backward()
+    return [net[number].up.grad.numpy().copy() for number in (0, 2)]
+
+
+def test_adapters_that_one_rank_does_not_use_are_averaged() -> None:
+    one, other = run_ranks(2, sometimes)
+    assert all(mine.any() and np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
 def unequal_adapters(rank: int) -> None:
