@@ -145,8 +145,10 @@ class ZeroConfig:
 
     def on(self, device: torch.device) -> ZeroConfig:
         """Return the options for parameters on a device, which decides the size of buckets that nobody has chosen."""
-        config = replace(self)
         numel = self.reduce_bucket_size or bucket_numel_of(self.bucket_cap_mb, device.type)
+        if numel == self.reduce_numel:
+            return self
+        config = replace(self)
         vars(config).update(reduce_numel=numel, gather_numel=self.allgather_bucket_size or numel)
         return config
 
