@@ -47,11 +47,13 @@ MODELS = {
     "100M": (12, 768, 20000, 128),
     "100M, 16 tokens": (12, 768, 20000, 16),
     "tiny": (1, 32, 256, 128),
+    "SmolLM2-135M": (30, 576, 49152, 64),  # pretrained, of real_models.py, on real text
 }
+PRETRAINED = "SmolLM2-135M"
 SWITCH = 3  # steps before a compressed optimizer's last stage, in which DDP also settles its buckets
 WARMUP = SWITCH + 5  # 0/1 Adam's intervals are at their longest then: a step at a multiple of it is a sync
 LONGEST_INTERVAL = 16  # 0/1 Adam: every window of this many steps has one sync
-LR = 1e-4
+LR, FINE_TUNING_LR = 1e-4, 2e-5
 BASELINE, UNLIMITED = "compute", "unshaped"
 RECIPE = REPOSITORY / "recipes" / "causal_lm"
 NEAR = 1.01  # of the loss that DDP ends with
@@ -72,6 +74,7 @@ class Method:
     options: Mapping[str, Any] = field(default_factory=dict)  # of the rival
     period: int = 1  # of so many steps one exchanges what the others do not
     lr: float = 1e-3  # peak of a whole run
+    bfloat16: bool = False  # the parameters, at the learning rate of fine-tuning
 
     @property
     def needs_nodes(self) -> bool:
@@ -99,6 +102,10 @@ METHODS = {
     "zero2_levels": Method("`zero2_adamw`, hierarchical", NODES, "zero2_adamw"),
     "zero2_int4": Method("`zero2_adamw`, int4 both ways", BOTH_WAYS, "zero2_adamw"),
     "zero2_int4_levels": Method("`zero2_adamw`, int4 both ways, hierarchical", f"{BOTH_WAYS},{NODES}", "zero2_adamw"),
+    "zero2_16": Method("`zero2_adamw`, bfloat16 both ways", "param_compression=none", "zero2_adamw", bfloat16=True),
+    "zero2_exact": Method("`zero2_adamw`, bfloat16, exact parameters", "", "zero2_adamw", bfloat16=True),
+    "zero2_int4_exact": Method("`zero2_adamw`, int4, exact parameters", INT4, "zero2_adamw", bfloat16=True),
+    "zero2_int4_16": Method("`zero2_adamw`, bfloat16, int4 both ways", BOTH_WAYS, "zero2_adamw", bfloat16=True),
     "zero_torch": Method("DDP, torch's ZeroRedundancyOptimizer", loop="ZeRO"),
     "warmup_stage": Method("`onebit_adam`, warmup stage", "freeze_step=100000,warmup_bits=4", "onebit_adam"),
     "onebit_adam": Method(THEN, "", "onebit_adam", FROZEN),
@@ -163,12 +170,29 @@ def train(order: dict[str, Any], interface: str) -> dict[str, Any]:
     if "whole" in order:
         return train_whole(order, interface)
     method, steps = METHODS[order["method"]], WARMUP + int(order["steps"])
-    model, (*_, vocabulary, tokens) = small_gpt2(*MODELS[order["model"]]), MODELS[order["model"]]
-    numel, rows = sum(p.numel() for p in model.parameters()), torch.randint(0, vocabulary, (64, tokens))
+    model, rows = model_and_rows(order["model"])
+    model.to(torch.bfloat16 if method.bfloat16 else torch.float32)
+    numel = sum(p.numel() for p in model.parameters())
     watch = Watch(int(order["steps"]), interface)
     run = train_in_plain_loop if method.loop else train_by_trainer
     run(model, rows, method, order["per_node"], steps, watch.end_step)
     return watch.found(numel)
+
+
+def model_and_rows(name: str) -> tuple[Any, Any]:
+    """The model of that name, in float32 and alike on all ranks, and examples of so many tokens, [64, tokens]."""
+    import torch
+
+    *_, vocabulary, tokens = MODELS[name]
+    if name != PRETRAINED:
+        return small_gpt2(*MODELS[name]), torch.randint(0, vocabulary, (64, tokens))
+    from _convergence import ALL_RUNS, examples_of
+    from real_models import fetched
+    from transformers import AutoModelForCausalLM
+
+    run, folder = ALL_RUNS["AdamW, SmolLM2"], fetched("smollm2")
+    rows = examples_of(run.text, run.model)["train"]["input_ids"][:64, :tokens]
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_cache=False), rows
 
 
 def train_by_trainer(
@@ -192,7 +216,7 @@ def train_by_trainer(
             optim_args=",".join(filter(None, (method.optim_args.format(per_node=per_node), method.stage))) or None,
             per_device_train_batch_size=1,
             max_steps=steps,
-            learning_rate=LR,
+            learning_rate=FINE_TUNING_LR if method.bfloat16 else LR,
             lr_scheduler_type="constant",
             max_grad_norm=0.0,
         ).train()
