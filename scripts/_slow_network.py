@@ -179,7 +179,7 @@ def trainer_of(
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     import hf_compressopt.auto  # noqa: F401
-    from hf_compressopt.collectives.gradients import as_it_is
+    from hf_compressopt.collectives.sender import as_it_is
 
     class Hook(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
