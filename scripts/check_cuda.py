@@ -25,10 +25,11 @@ from _common import REPOSITORY, parser_of
 SOURCES = REPOSITORY / "hf_compressopt" / "kernels" / "csrc" / "cuda"
 SPILL_BUDGET = 16  # bytes of a thread
 
-# Kernels that stream float32, and so move 16 bytes at a time: loads, stores.
+# Kernels that stream values, and so move 16 bytes at a time: loads, stores.
 BOTH = ("compress_blocks", "compress_large_blocks", "compress_tiles", "sum_tiles", "step_tensors", "lamb_items")
 VECTORS = dict.fromkeys((*BOTH, "commit_tiles"), (True, True)) | {"over_runs": (False, True)}
-VECTORS |= dict.fromkeys(("square_items", "find_nan"), (True, False))
+VECTORS |= dict.fromkeys(("square_items", "find_nan", "find_sizes", "write_blocks"), (True, False))
+VECTORS |= {"apply_blocks": (True, True)}
 ACCESSES = {"load": "LDG", "store": "STG"}  # their instructions
 
 
