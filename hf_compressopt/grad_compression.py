@@ -179,7 +179,7 @@ class GradientCompression:
         communicator, errors = self._connect()
         device = self.params[0].device if self.params else communicator.device
         if device != communicator.device:
-            communicator.device = device
+            communicator.follow(device)
             errors.to(device)
 
     @property
@@ -348,7 +348,7 @@ class GradientCompression:
             TypeError: For sparse gradients, on all ranks together if their gradients have the same layouts.
         """
         if self.communicator.world_size > 1:
-            self._record.passes.in_loop = self.communicator
+            self._record.passes.run_in_loop(self.communicator)
         self.average_in_pass()
 
     def average_in_pass(self) -> None:

@@ -76,10 +76,15 @@ class BackwardPasses:
     sender alive, and go with it.
     """
 
-    def __init__(self, sender: Sender, name: str, communicator: Communicator) -> None:
+    def __init__(
+        self, sender: Sender, name: str, communicator: Communicator, counted: StepPasses | None = None
+    ) -> None:
+        """Take the gradients for a sender; ``counted``: the passes so far, of what this takes the place of."""
         self.order, self.enabled, self.done, self.detached = Order(), True, False, False
         self.name, self._sender, self._communicator = name, ref(sender), communicator
-        self.passes = StepPasses(name)  # the ranks compare them where a pass begins, and before a step uses them
+        self.passes = counted or StepPasses(
+            name
+        )  # the ranks compare them where a pass begins, and before a step uses them
         self._met_in_step = False
         self._handles: list[RemovableHandle] = []
         self._owned: set[int] = set()  # by id: the sender keeps the parameters alive
@@ -188,6 +193,14 @@ class BackwardPasses:
         if self._sends:
             self._owner().end_pass()
         self.order.begin()
+
+    def gradients_taken(self) -> None:
+        """Leave further gradients in ``p.grad`` until :meth:`gradients_used`."""
+        self.done = True
+
+    def gradients_used(self) -> None:
+        """Take gradients again: a step has used those before, or they were thrown away."""
+        self.done = False
 
     def meet(self) -> None:
         """End a pass, and compare the passes of all ranks before a step uses them. All ranks call."""

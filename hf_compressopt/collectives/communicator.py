@@ -162,6 +162,10 @@ class Communicator(ABC):
     process_group: dist.ProcessGroup | None = None
     levels: Levels | None = None
 
+    def follow(self, device: torch.device) -> None:
+        """Follow the parameters of an optimizer to another device."""
+        self.device = device
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         """Return a copy with counters of its own; a group of processes cannot be copied, so copies share it."""
         copied = copy(self)

@@ -222,7 +222,7 @@ class ErrorFeedback(StagedErrors):
     server: Tensor
     feedback: list[BucketErrors]
     #: Numbers of the buckets that messages of integers leave out, since all that is in them travels in full precision.
-    unsent: Collection[int] = ()
+    _unsent: Collection[int] = ()
 
     def __init__(
         self,
@@ -243,6 +243,10 @@ class ErrorFeedback(StagedErrors):
         dtype = torch.uint8 if self.compact else torch.float32
         sizes = self.sizes_of(dtype) if self._used else (0, 0)
         return [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+
+    def leave_out(self, numbers: Collection[int]) -> None:
+        """Note which buckets messages leave out: their errors stay."""
+        self._unsent = numbers
 
     def sizes_of(self, dtype: torch.dtype) -> tuple[int, int]:
         """Return the elements of the two buffers in use: uint8 for errors in 8 bits, float32 for values."""
@@ -323,7 +327,7 @@ class ErrorFeedback(StagedErrors):
         self.feedback, other.feedback = other.feedback, self.feedback
 
     def _copy_unsent_(self, new: ErrorFeedback) -> None:
-        for number in self.unsent:
+        for number in self._unsent:
             new.feedback[number].copy_(self.feedback[number])
 
     def buffers(self) -> list[Tensor]:

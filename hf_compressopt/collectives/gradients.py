@@ -95,6 +95,10 @@ class IntegerBucket(GradientBucket):
     def form(self) -> str:
         return f"int{self.bits}"
 
+    def begin(self, old: ErrorFeedback, new: ErrorFeedback, loss_scale: float) -> None:
+        """Begin a pass, with the errors that it adds, those that it writes, and the factor of its gradients."""
+        self.old, self.new, self.loss_scale = old.feedback[self.number], new.feedback[self.number], loss_scale
+
     def segments(self, grads: _Grads) -> list[Segment]:
         found = super().segments(grads)
         return [replace(s, tensor=None) if self.in_full[s.index] else s for s in found] if self.in_full else found
@@ -182,9 +186,10 @@ def low_bit_buckets(
     in_full = in_full or [travels_in_full(param) for param in params]
     found: list[GradientBucket] = []
     rows = enumerate(layout.buckets)
-    errors.unsent = [number for number, bucket in rows if all(in_full[piece.index] for piece in bucket.pieces)]
+    unsent = [number for number, bucket in rows if all(in_full[piece.index] for piece in bucket.pieces)]
+    errors.leave_out(unsent)
     for number, bucket in enumerate(layout.buckets):
-        if number not in errors.unsent:
+        if number not in unsent:
             found.append(IntegerBucket(bucket, params, communicator, owner, errors, number, bits, in_full))
     beside = [
         param for param, each in zip(params, in_full, strict=True) if each and (param.requires_grad or param.is_meta)
@@ -207,9 +212,7 @@ def give_errors(
     """Give buckets of integers their part of the old and the new errors, by the id of what they belong to."""
     for bucket in buckets:
         if isinstance(bucket, IntegerBucket):
-            old, new = begun[id(bucket.errors)]
-            bucket.old, bucket.new = old.feedback[bucket.number], new.feedback[bucket.number]
-            bucket.loss_scale = loss_scale
+            bucket.begin(*begun[id(bucket.errors)], loss_scale)
 
 
 def runs_of(buckets: Iterable[GradientBucket]) -> Iterator[list[GradientBucket]]:

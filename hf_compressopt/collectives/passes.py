@@ -40,6 +40,10 @@ class StepPasses:
         """Return everything but a message under way."""
         return self.__dict__ | {"_posted": None, "_ranks": (), "in_loop": None}
 
+    def run_in_loop(self, ranks: Communicator) -> None:
+        """Note that a plain loop of these ranks averages gradients: its next message is that of a pass."""
+        self.in_loop = ranks
+
     def begin(self) -> None:
         """Count a pass."""
         self.are_known = True

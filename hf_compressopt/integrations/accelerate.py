@@ -217,7 +217,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             self._take_over_gradients(inner)
         elif frees_gradients(inner) and self.num_processes > 1 and inner.freed is not None:
             state.models.check_not_averaging(inner)
-            inner.freed.loss_scale = self._loss_scale
+            inner.freed.follow_loss_scale(self._loss_scale)
         if saves_shards(inner) and self.scaler is not None and not isinstance(self.scaler, GradScaler):
             self.scaler.__class__ = GradScaler
         prepared = super().prepare_optimizer(optimizer, device_placement)

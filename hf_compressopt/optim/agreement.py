@@ -293,7 +293,8 @@ class RankAgreement:
         if together and self._overlap is not None:
             self._overlap.agree(differ=differ)
             if differ:
-                gradients.left = part.left = self._overlap.left(gradients.groups)
+                for each in (gradients, part):
+                    each.note_left(self._overlap.left(gradients.groups))
         self.heed_second(plan, alike[1:])
         return coming.agreed, squares[-1]
 
@@ -345,7 +346,7 @@ class RankAgreement:
         if gradients.freed is not None:
             gradients.freed.contribute(mean)
         if gradients.fault is None:
-            part.squares = mean.squares
+            part.note_squares(mean.squares)
         return mean
 
     def compare_at_sync(

@@ -361,7 +361,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         elif plan.synchronize:
             self._compressed_step(plan, compressed, gradients)
             for state in compressed:
-                state.steps += 1
+                state.count_step()
         if not plan.stage.number and self._ends_warmup_stage(plan):
             self._end_warmup(plan)
 
@@ -739,7 +739,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         for state in self._states:
             if state.params and state.params[0].device != state.device:
                 state.to(state.params[0].device)
-                self.communicator.device = state.communicator.device = state.device
+                self.communicator.follow(state.device)
+                state.communicator.follow(state.device)
                 self._show_moments(state)
                 self._agreement.startup.begin_anew()
 
@@ -769,8 +770,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Use names such as those of ``model.named_parameters()`` in messages; checkpoints keep their own."""
         names = {id(param): name for name, param in named}
         for state in self._states:
-            if "param_names" not in state.options:
-                state.labels = [names.get(id(p), label) for p, label in zip(state.params, state.labels, strict=True)]
+            state.label(names)
 
     # -- one set of parameters: alike on all ranks after each step, but for 0/1 Adam -----------------------------------
 
@@ -845,7 +845,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self.overlap.state_loaded()
         self.warmup_gradients.state_loaded()
         for state in self._states:
-            state.still = [False] * len(state.params)
+            state.let_all_move()
             if self.plan.stage.number:
                 state.find_still()
 

@@ -129,6 +129,10 @@ class MeanNorm:
                 square = self.sketches[-1].square
             self.squares[share] = self.squares.get(share, 0) + square
 
+    def add_averaged(self, square: Tensor) -> None:
+        """Add the sum of squares of means that this rank alone has, [] float64."""
+        self.averaged = self.averaged + square
+
     def contributions(self) -> tuple[list[Tensor], Tensor | None]:
         """Return four numbers of this rank and its sketch, whose sums over all ranks :meth:`square` takes."""
         zero = torch.zeros_like(self.averaged)
@@ -290,6 +294,25 @@ class Gradients:
         """Take note that a part of the gradients was written: their squares are others."""
         self.squares = None
         self.mark()
+
+    def note_squares(self, squares: dict[float, Tensor]) -> None:
+        """Take what :meth:`local_squares` would compute, where somebody else has measured it."""
+        self.squares = squares
+
+    def note_left(self, left: frozenset[int]) -> None:
+        """Note the ids of the gradients that are in messages already."""
+        self.left = left
+
+    def note_fault(self, fault: Exception | None) -> None:
+        """Note what is wrong with this rank's gradients, if nothing else is."""
+        self.fault = self.fault or fault
+
+    def take_freed(self, freed: FreedNorm, numbers: Iterable[int], fault: Exception | None) -> None:
+        """Take sent and freed gradients for those of some param groups, by number, and what was wrong with them."""
+        self.freed = freed
+        self.note_fault(fault)
+        for number in numbers:
+            self.groups[number] = [None] * len(self.states[number].params)
 
     def count_as_zero(self) -> None:
         """Leave out all gradients, each of which then counts as 0."""

@@ -635,6 +635,19 @@ class GroupState:
         moments = dict.fromkeys(("exp_avg", "exp_avg_sq") if self.moments.has_variance else ("exp_avg",), shape)
         return {"step": (), **moments, **extras}
 
+    def count_step(self, present: Sequence[bool] | None = None) -> None:
+        """Count a step of the parameters that are ``present``, by default of all."""
+        self.steps += 1 if present is None else torch.tensor(present, dtype=torch.float32, device="cpu")
+
+    def label(self, names: Mapping[int, str]) -> None:
+        """Use these names, by the parameters' ids, in messages, unless the group has names of its own."""
+        if "param_names" not in self.options:
+            self.labels = [names.get(id(p), label) for p, label in zip(self.params, self.labels, strict=True)]
+
+    def let_all_move(self) -> None:
+        """Let every parameter move, as in the warmup stage."""
+        self.still = [False] * len(self.params)
+
     def find_still(self, largest: Sequence[float] | None = None) -> None:
         """Find the parameters that do not move after the warmup stage, since none of their elements has a variance."""
         varies = self.moments.with_variance(largest)

@@ -141,7 +141,7 @@ class SignBucket(GradientBucket):
         return self.state.number, self.bucket.start
 
     def hand_over(self, finish: Callable[[], object]) -> None:
-        self.messages.finish = finish
+        self.messages.await_by(finish)
 
 
 #: What stands for no clipping: any gradient is below this.
@@ -179,7 +179,7 @@ class OverlapSender:
         self.agreed = True  # the ranks have agreed on the messages that count, or there are none
         self._arrived: dict[Key, Early | None] = {}  # those that count; None while one is on its way
         self._finite: dict[Key, Tensor | None] = {}  # of all that were sent, whether they still count or not
-        self.finish: Callable[[], object] | None = None  # awaits what is on its way
+        self._finish_round: Callable[[], object] | None = None  # awaits what is on its way
         self._made_from: dict[int, list[_Made | None]] = {}  # the gradients after backward, by param group
         self._noted: LastNorm | None = None  # in the step under way
         self._plan: StepPlan  # of the coming step
@@ -189,7 +189,7 @@ class OverlapSender:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but messages: those of a copy are made in its step."""
-        none: dict[str, Any] = {"agreed": True, "_arrived": {}, "_finite": {}, "finish": None, "_made_from": {}}
+        none: dict[str, Any] = {"agreed": True, "_arrived": {}, "_finite": {}, "_finish_round": None, "_made_from": {}}
         return self.__dict__ | none
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -251,10 +251,14 @@ class OverlapSender:
         if early is None or key in self._finite:
             self._finite[key] = None if early is None else early.finite
 
+    def await_by(self, finish: Callable[[], object]) -> None:
+        """Take what awaits the messages that are on their way."""
+        self._finish_round = finish
+
     def _await(self) -> None:
         """Await the sent messages. All ranks call this at the same places, also ranks that dropped some."""
-        if self.finish is not None:
-            finish, self.finish = self.finish, None
+        if self._finish_round is not None:
+            finish, self._finish_round = self._finish_round, None
             finish()
 
     def note_gradients(self) -> None:
@@ -271,7 +275,7 @@ class OverlapSender:
 
     def put_into(self, gradients: Gradients) -> None:
         """Merge what was sent into this step."""
-        gradients.left = self.left(gradients.groups)
+        gradients.note_left(self.left(gradients.groups))
 
     def left(self, gradients: Sequence[Grads]) -> frozenset[int]:
         """Return the ids of the gradients, one list per param group, that are in messages already.

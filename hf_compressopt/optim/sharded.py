@@ -90,7 +90,7 @@ def take_sharded_step(
     )
     for state, here in zip(states, present, strict=True):
         state.errors.commit(here)  # nobody took the part of the others' errors that was sent
-        state.steps += torch.tensor(here, dtype=torch.float32, device="cpu")
+        state.count_step(here)
 
 
 class _SharedBucket(NamedTuple):
@@ -351,8 +351,7 @@ class _SentGradients:
 class FreedGradients(OverlapSender):
     """Gradients that are sent and freed during backward: a :class:`~hf_compressopt.collectives.backward.Sender`.
 
-    They are those of the groups whose moments are shared out. ``loss_scale`` returns the factor of the coming pass;
-    None takes what a gradient scaler has told.
+    They are those of the groups whose moments are shared out.
     """
 
     always = True
@@ -369,7 +368,7 @@ class FreedGradients(OverlapSender):
     ) -> None:
         super().__init__(groups, tensors, message_of)
         self._begin_step, self._form, self._clips = begin, IntegerFormat(bits), clips
-        self.loss_scale: Callable[[], float] | None = None
+        self._scale_of_pass: Callable[[], float] | None = None
         self._passes: BackwardPasses | None = None
         self._sent, self._params = _SentGradients(), list[Tensor]()
         self.clipped = 1.0  # factor of the means of this step
@@ -378,8 +377,12 @@ class FreedGradients(OverlapSender):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but hooks and messages: a copy hooks its parameters in its first step."""
-        none: dict[str, Any] = {"_passes": None, "loss_scale": None, "_sent": _SentGradients(), "clipped": 1.0}
+        none: dict[str, Any] = {"_passes": None, "_scale_of_pass": None, "_sent": _SentGradients(), "clipped": 1.0}
         return super().__getstate__() | none | {"_dropped": False}
+
+    def follow_loss_scale(self, loss_scale: Callable[[], float]) -> None:
+        """Ask a function for the factor of each coming pass; without one a gradient scaler tells it."""
+        self._scale_of_pass = loss_scale
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -395,13 +398,11 @@ class FreedGradients(OverlapSender):
             numbers = {param: number for number, param in enumerate(params)}
             members = [{numbers[param] for param in bucket.members()} for bucket in self._make_buckets()]
             before, name = self._passes, "compressed optimizer (zero_stage=2)"
-            if before is None:
-                self._passes = BackwardPasses(self, name, self._communicator)
-            else:
+            if before is not None:
                 before.require_attached()
                 before.detach()
-                self._passes = BackwardPasses(self, name, self._communicator)
-                self._passes.passes = before.passes
+            counted = None if before is None else before.passes
+            self._passes = BackwardPasses(self, name, self._communicator, counted)
             self._passes.add(params, members)
             self._params, self._members = params, members
         return self._passes
@@ -450,7 +451,7 @@ class FreedGradients(OverlapSender):
         self._sent, self._dropped = _SentGradients(tasks=tasks, is_late=self._sent.is_late), False
         if not self.states or (plan.stage.number and last is None):
             return False
-        self.begin(None if self.loss_scale is None else float(self.loss_scale()), plan)
+        self.begin(None if self._scale_of_pass is None else float(self._scale_of_pass()), plan)
         for state in self.states:
             begin = state.errors.begin if plan.stage.number else state.errors.begin_sending
             begin()
@@ -510,7 +511,7 @@ class FreedGradients(OverlapSender):
         for param, parts in zip(self._params, self._parts_to_send, strict=True):
             if not parts:
                 param.grad = None  # also of parameters of no element
-        self.attach().done = True
+        self.attach().gradients_taken()
         self._sent.tasks.drain()
         self.note_gradients()
 
@@ -545,7 +546,7 @@ class FreedGradients(OverlapSender):
             state.errors.drop()
         self._sent, self.clipped, self._dropped = _SentGradients(), 1.0, False
         if self._passes is not None:
-            self._passes.done = False
+            self._passes.gradients_used()
 
     def state_loaded(self) -> None:
         super().state_loaded()
@@ -556,18 +557,17 @@ class FreedGradients(OverlapSender):
 
     def put_into(self, gradients: Gradients) -> None:
         if self._was_sent:
-            gradients.freed = self
-            gradients.fault = gradients.fault or self._sent.fault
+            gradients.take_freed(self, [state.number for state in self.states], self._sent.fault)
         for state in self.states if self._was_sent else ():
             late = [name for p, name in zip(state.params, state.names, strict=True) if p.grad is not None]
-            gradients.groups[state.number] = [None] * len(state.params)
             if late or self._sent.is_late:
-                gradients.fault = gradients.fault or ValueError(
+                late_fault = ValueError(
                     f"{late[0] if late else 'a parameter'} got a gradient after its gradient had left (zero_stage=2): "
                     "run all backward passes but the last one of a step inside optimizer.no_sync(), wrap the model in "
                     "no DistributedDataParallel, checkpoint activations with use_reentrant=False, and call "
                     "optimizer.zero_grad(), which drops what has left, after a backward pass that raised"
                 )
+                gradients.note_fault(late_fault)
         super().put_into(gradients)
 
     @property
@@ -602,7 +602,7 @@ class FreedGradients(OverlapSender):
             mean.squares[share] = mean.squares.get(share, 0) + square
         number = next(i for i, sketch in enumerate(mean.sketches) if sketch.communicator is self._communicator)
         if self.is_exact:
-            mean.averaged = mean.averaged + mean.squares[1.0]
+            mean.add_averaged(mean.squares[1.0])
             others = (state for state in self._states if state.communicator is self._communicator)
             if all(state.shared_out or not state.params for state in others):
                 del mean.sketches[number]  # of nothing

@@ -155,7 +155,7 @@ class WarmupGradients:
             state.find_still([next(largest) for numel in state.layout.numels if numel] if read else None)
         yield
         for state in guarded:
-            state.still = [False] * len(state.params)
+            state.let_all_move()
 
     def _guarded(self, plan: StepPlan) -> list[GroupState]:
         integers = self.bits in INTEGER_BITS and self.ever_in_use and plan.stage is Stage.VARIANCE

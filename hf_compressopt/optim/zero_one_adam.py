@@ -417,7 +417,7 @@ class ZeroOneAdam(CompressedAdam):
                 on.local_step_(LocalUpdate(*moments, gradients, params, beta1, how))  # (4), (5)
         lr_sum, decay = self._interval.since_sync(state)
         self._interval.advance(state, lr_sum + how.lr, decay * how.decay)
-        state.steps += 1
+        state.count_step()
 
     def _sync(self, plan: StepPlan, states: Sequence[GroupState], written: bool) -> None:
         """Take (6) and (7), or plain averages if someone else has written parameters since the last sync."""
