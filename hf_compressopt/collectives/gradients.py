@@ -47,7 +47,7 @@ _FORMATS = {bits: IntegerFormat(bits) for bits in INTEGER_BITS}
 class GradientBucket(ABC):
     """Gradients that travel together; all gradients of an ``owner`` are dropped together."""
 
-    waits_in_step: ClassVar[bool] = False  # nothing is written into the gradients: the step may await the average
+    completes_in_step: ClassVar[bool] = False  # nothing is written into the gradients: the step may await the average
     is_alone: ClassVar[bool] = False  # sent with no other bucket
     bucket: Bucket
     params: Sequence[Tensor]
@@ -74,8 +74,8 @@ class GradientBucket(ABC):
         pieces = self.bucket.pieces
         return [Segment(grads[self.params[p.index]], p.start, p.numel, p.index) for p in pieces]
 
-    def hand_over(self, finish: Callable[[], object]) -> None:
-        """Take what the owner calls in its step to await the average, if the bucket ``waits_in_step``."""
+    def set_completion(self, finish: Callable[[], object]) -> None:
+        """Take what the owner calls in its step to await the average, if the bucket ``completes_in_step``."""
         raise NotImplementedError("abstract")
 
 
@@ -304,15 +304,15 @@ class GradientRounds:
             late = bool(faults) and isinstance(faults[0], Tensor)
             done(torch.stack(faults).any() if late else any(faults))
 
-    def _hand_over(self) -> bool:
+    def _leave_to_steps(self) -> bool:
         """Send the rest, and let the owners end the round in their steps; False if a bucket writes into gradients."""
-        if not self._buckets or not all(bucket.waits_in_step for bucket in self._buckets):
+        if not self._buckets or not all(bucket.completes_in_step for bucket in self._buckets):
             return False
         self._send_rest()
         self._pipeline.join()  # whoever writes to the gradients now waits until they are read
         self._copies = []  # what is written into them is nothing
         for bucket in self._buckets:
-            bucket.hand_over(self.finish)
+            bucket.set_completion(self.finish)
         return True
 
     def add_ddp_bucket(
@@ -344,7 +344,7 @@ class GradientRounds:
         if unknown:
             refuse(unknown)
         if bucket.is_last():
-            if not self._hand_over():
+            if not self._leave_to_steps():
                 self.finish(done)
             futures, self._futures = self._futures, []
             for waiting, gradients in futures:

@@ -35,7 +35,7 @@ from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group import ExtraState, GroupForm, GroupState, ParamGroups, by_communicator
 from hf_compressopt.optim.math import evaluate
 from hf_compressopt.optim.overlap import LATE_CLIP, OverlapSender
-from hf_compressopt.optim.sharded import FreedGradients
+from hf_compressopt.optim.sharded import ShardedOverlap
 from hf_compressopt.optim.state import STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
 from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
 from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan, Warmup
@@ -127,7 +127,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     schedule: Schedule
     lr_warmup: Warmup = Warmup()
     #: The gradients that are sent and released during backward, with ``zero_stage=2``.
-    freed: FreedGradients | None = None
+    freed: ShardedOverlap | None = None
     #: What sends messages of the compressed stage during backward; None if they leave in the step.
     overlap: OverlapSender | None
     step_was_skipped: bool = False

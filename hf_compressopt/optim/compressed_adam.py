@@ -15,7 +15,7 @@ from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group import GroupState, ParamGroups, mean_variance_norm
 from hf_compressopt.optim.options import NO_STATE
 from hf_compressopt.optim.overlap import OverlapSender
-from hf_compressopt.optim.sharded import FreedGradients, freeze_moments, take_sharded_step
+from hf_compressopt.optim.sharded import ShardedOverlap, freeze_moments, take_sharded_step
 from hf_compressopt.optim.state import HISTORY
 from hf_compressopt.schedules import AUTO, StepPlan, carry_history, variance_stability
 from hf_compressopt.weak import WeakCall
@@ -98,7 +98,7 @@ class CompressedAdam(CompressedOptimizer):
         if self.zero_stage == 2:
             sends = groups, self._tensors, WeakCall(self._message_of)
             clips = self.max_grad_norm > 0
-            self.freed = FreedGradients(*sends, WeakCall(self._begin_step), bits=self.warmup_bits, clips=clips)
+            self.freed = ShardedOverlap(*sends, WeakCall(self._begin_step), bits=self.warmup_bits, clips=clips)
         return self.freed or super()._make_overlap(groups)
 
     # -- the end of the warmup stage -----------------------------------------------------------------------------------

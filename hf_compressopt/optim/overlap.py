@@ -91,7 +91,7 @@ def _times(segments: Sequence[Segment], factor: Tensor) -> list[Segment]:
     return [s if s.tensor is None else replace(s, tensor=next(products), start=0) for s in segments]
 
 
-class Early(NamedTuple):
+class SentAverage(NamedTuple):
     """A bucket whose messages are back before the step."""
 
     average: Average
@@ -102,7 +102,7 @@ class Early(NamedTuple):
 class SignBucket(GradientBucket):
     """A bucket of a param group whose momentum is sent, as signs or in full; gradients and errors stay as they are."""
 
-    waits_in_step: ClassVar[bool] = True
+    completes_in_step: ClassVar[bool] = True
     state: GroupState
     number: int  # among the buckets of the group
     messages: OverlapSender
@@ -133,14 +133,14 @@ class SignBucket(GradientBucket):
         averages = yield from task
         for bucket, average in zip(run, averages, strict=True):
             finite = all_finite(average) if average.values is None else average.values.isfinite().all()
-            messages.keep(bucket.key, Early(average, finite))
+            messages.keep(bucket.key, SentAverage(average, finite))
         return None, lambda dropped: None
 
     @property
     def key(self) -> Key:
         return self.state.number, self.bucket.start
 
-    def hand_over(self, finish: Callable[[], object]) -> None:
+    def set_completion(self, finish: Callable[[], object]) -> None:
         self.messages.await_by(finish)
 
 
@@ -177,7 +177,7 @@ class OverlapSender:
         self._tensors, self._message_of = tensors, message_of
         self._states, self._communicator, self._follow = groups
         self.agreed = True  # the ranks have agreed on the messages that count, or there are none
-        self._arrived: dict[Key, Early | None] = {}  # those that count; None while one is on its way
+        self._arrived: dict[Key, SentAverage | None] = {}  # those that count; None while one is on its way
         self._finite: dict[Key, Tensor | None] = {}  # of all that were sent, whether they still count or not
         self._finish_round: Callable[[], object] | None = None  # awaits what is on its way
         self._made_from: dict[int, list[_Made | None]] = {}  # the gradients after backward, by param group
@@ -244,7 +244,7 @@ class OverlapSender:
             return replace(z, beta=beta * float(growth))
         return replace(z, beta=beta, grads=_times(segments, growth))
 
-    def keep(self, key: Key, early: Early | None) -> None:
+    def keep(self, key: Key, early: SentAverage | None) -> None:
         """Record a sent message (None) or its result, unless the message has been dropped."""
         if early is None or key in self._arrived:
             self._arrived[key] = early

@@ -73,7 +73,7 @@ _Counts = tuple[Sequence[float], Sequence[float]]
 
 
 def take_sharded_step(
-    states: Sequence[GroupState], gradients: Grads, sent: FreedGradients | None = None, *, bits: int, fused: bool
+    states: Sequence[GroupState], gradients: Grads, sent: ShardedOverlap | None = None, *, bits: int, fused: bool
 ) -> None:
     """Take a step of groups with shared moments. A parameter without gradient on any rank does not count the step."""
     present = _present(states, gradients, sent)
@@ -110,7 +110,7 @@ def _buckets_of(state: GroupState) -> list[_SharedBucket]:
     ]
 
 
-def _present(states: Sequence[GroupState], gradients: Grads, sent: FreedGradients | None) -> list[list[bool]]:
+def _present(states: Sequence[GroupState], gradients: Grads, sent: ShardedOverlap | None) -> list[list[bool]]:
     """Return for each parameter of each group whether some rank has a gradient of it. All ranks call."""
     communicator = states[0].communicator
     mine: list[float] = []
@@ -348,7 +348,7 @@ class _SentGradients:
     is_late: bool = False  # a gradient came after a part of it was sent, or a pass after one that had raised
 
 
-class FreedGradients(OverlapSender):
+class ShardedOverlap(OverlapSender):
     """Gradients that are sent and freed during backward: a :class:`~hf_compressopt.collectives.backward.Sender`.
 
     They are those of the groups whose moments are shared out.
