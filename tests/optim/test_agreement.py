@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms import Join
 
 import hf_compressopt
+from hf_compressopt import OnebitAdam
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.optim import gradients
 from hf_compressopt.optim.agreement import DRIFT_INTERVAL
 from tests.support.ddp_runs import CLIP, STEPS, attached, end_step, loss_of, scaler_of, tensors_of
 from tests.support.ddp_runs import make as make_model
@@ -530,3 +532,35 @@ def test_all_ranks_skip_the_step_and_go_on_as_if_it_had_not_been(name: str, how:
     bad = BAD[1:] if "gradient" in how or "mended" in how else BAD  # in the warmup stage they are averaged by then
     spoilt, well = (run_ranks(ranks, train, options, how, steps, timeout=120) for steps in (bad, ()))
     assert spoilt == well
+
+
+@on_ranks(2)
+def test_gradients_are_checked_once_between_clipping_and_the_step(rank: int, world_size: int) -> None:
+    """What clipping has found counts in the step, unless somebody has written to a gradient since."""
+    params = [torch.nn.Parameter(torch.ones(40, 40)) for _ in range(3)]
+    optimizer = OnebitAdam(params, lr=1e-3, freeze_step=1, warmup_bits=32)
+    checks, messages = list[int](), list[int]()
+    find_fault, agree = gradients.find_fault, TorchCommunicator.sum_and_compare
+
+    def counted(*of: Any) -> Exception | None:
+        checks.append(1)
+        return find_fault(*of)
+
+    def sent(*of: Any, **more: Any) -> Any:
+        messages.append(1)
+        return agree(*of, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "find_fault", counted)
+        patch.setattr(TorchCommunicator, "sum_and_compare", sent)
+        for step, written in enumerate((False, False, False, True)):
+            for number, param in enumerate(params):
+                param.grad = torch.full((40, 40), 1.0 + (rank + number) * (step > 0))
+            checks.clear()
+            messages.clear()
+            optimizer.clip_grad_norm_(1.0)
+            if written:
+                params[0].grad.mul_(0.5)  # type: ignore[union-attr]
+            optimizer.step()
+            assert len(checks) == 1 + written, "one param group"
+            assert len(messages) == (step > 0), "averaged gradients need none"
