@@ -107,8 +107,7 @@ class GroupBuffers:
                 yield StateTensor.of(TensorKey(kind, name), piece[kind], tuple(param.shape), piece["start"])
         if moments.shards is None or not param.numel():
             tensors = {kind: stored.view(param.shape) for kind, stored in moments.stored_of(index).items()}
-        flat = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per == "element"}
-        tensors |= {kind: state.view(buffer, index) for kind, buffer in flat.items()}
+        tensors |= {kind: state.view(flat, index) for kind, flat in state.beside_moments("element").items()}
         if "param" in own:
             tensors["param"] = param.detach() if state.own_params is None else state.own_params[index]
         for kind, tensor in tensors.items():
@@ -130,8 +129,7 @@ class GroupBuffers:
         for messages in found:
             yield StateTensor.of(key(Kind.MESSAGE), messages, whole, start, replicated=replicated)
             start += messages.numel()
-        counts = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per == "parameter"}
-        for kind, values in {Kind.STEP: state.steps, **counts, **state.group_extra}.items():
+        for kind, values in {**state.beside_moments("parameter"), **state.beside_moments("group")}.items():
             yield StateTensor.of(key(kind), values, replicated=replicated)
         if self.mask is not None:
             yield StateTensor.of(key(_MASK), self.mask, replicated=replicated)

@@ -610,30 +610,31 @@ class GroupState:
         """Return the entry of ``optimizer.state[p]``: views of the flat buffers, or what decodes compact forms."""
         return self.moments.shown(partial(self._readers, index))
 
+    def beside_moments(self, per: str) -> dict[str, Tensor]:
+        """Return the state beside the moments, by name: per "element", flat, per "parameter", or per "group"."""
+        held = self.group_extra if per == "group" else self.extra
+        counts = {"step": self.steps} if per == "parameter" else {}
+        return counts | {extra.name: held[extra.name] for extra in self.extras if extra.per == per}
+
     def _readers(self, index: int) -> dict[str, Callable[[], Any]]:
         """Return what returns each value of the state of a parameter; of shared moments this rank's pieces."""
         shape, shards = self.params[index].shape, self.moments.shards
+        readers: dict[str, Callable[[], Any]] = {"step": lambda: self.steps[index]}
         if shards is not None:
-            return {"step": lambda: self.steps[index], PIECES: lambda: shards.pieces(index)}
-        readers: dict[str, Callable[[], Any]] = {
-            "step": lambda: self.steps[index],
-            "exp_avg": lambda: self.moments.exp_avg_of(index, self.still[index]).view(shape),
-        }
+            return {**readers, PIECES: lambda: shards.pieces(index)}
+        readers["exp_avg"] = lambda: self.moments.exp_avg_of(index, self.still[index]).view(shape)
         if self.moments.has_variance:
             readers["exp_avg_sq"] = lambda: self.moments.exp_avg_sq_of(index).view(shape)
-        for extra in self.extras:
-            if extra.per == "element":
-                readers[extra.name] = partial(lambda name: self.view(self.extra[name], index), extra.name)
-            elif extra.per == "parameter":
-                readers[extra.name] = partial(self.extra[extra.name].__getitem__, index)
-        return readers
+        flat, counts = self.beside_moments("element"), self.beside_moments("parameter")
+        readers |= {name: partial(self.view, values, index) for name, values in flat.items()}
+        return readers | {name: partial(values.__getitem__, index) for name, values in counts.items()}
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of each value of the state of a parameter, as it is if every rank has all of it."""
         shape = tuple(self.params[index].shape)
-        extras = {e.name: shape if e.per == "element" else () for e in self.extras if e.per != "group"}
-        moments = dict.fromkeys(("exp_avg", "exp_avg_sq") if self.moments.has_variance else ("exp_avg",), shape)
-        return {"step": (), **moments, **extras}
+        moments = ("exp_avg", "exp_avg_sq") if self.moments.has_variance else ("exp_avg",)
+        of_elements = dict.fromkeys((*moments, *self.beside_moments("element")), shape)
+        return {**dict.fromkeys(self.beside_moments("parameter"), ()), **of_elements}
 
     def count_step(self, present: Sequence[bool] | None = None) -> None:
         """Count a step of the parameters that are ``present``, by default of all."""
