@@ -10,6 +10,7 @@ A replica is always what the shards rounded to in the last forward pass. So noth
 or loaded anew sends more once, and computes with the same bits.
 
 The lengths of all units' messages are exchanged once in a forward pass, by its first all-gather: the host waits there.
+They are exchanged anew if shards were written since then, on all ranks alike, as by a load.
 Units whose changes would take more bytes are gathered in full. Backward gathers again, without a byte.
 """
 
@@ -38,6 +39,7 @@ class _Replica:
     new: Tensor | None = None  # [n] int16, that this rank's shard rounds to, not yet sent
     sizes: Tensor | None = None  # [blocks] int16, of the changes of this rank's part
     payloads: Sequence[int] = ()  # bytes of each rank's blocks
+    versions: Sequence[int] = ()  # of the shards that ``new`` was made of
 
 
 class ExactGathers:
@@ -80,7 +82,7 @@ class ExactGathers:
             replica.values = whole.view(self._ranks.world_size, -1).clone()
             return
         in_backward = torch._C._current_graph_task_id() != -1  # where nothing has changed since forward
-        if not in_backward and replica not in self._due:
+        if not in_backward and (replica not in self._due or replica.versions != replica.unit.versions):
             self._exchange_lengths()
         self._due.discard(replica)
         if replica.new is not None:
@@ -93,6 +95,7 @@ class ExactGathers:
         rank, found = self._ranks.rank, [replica for replica in self._replicas if replica.values is not None]
         for replica in found:
             assert replica.values is not None
+            replica.versions = replica.unit.versions
             replica.new = replica.unit.rounded_shard().view(torch.int16)
             replica.sizes = changes.change_sizes(replica.values[rank], replica.new)
         lengths = torch.stack([replica.sizes.sum(dtype=torch.int64) for replica in found if replica.sizes is not None])

@@ -109,6 +109,12 @@ class Unit:
         """Have FSDP2 call an all-gather in place of its own."""
         self.module.set_custom_all_gather(all_gather)
 
+    @property
+    def versions(self) -> list[int]:
+        """How often each parameter and this rank's shard of it were written, as torch counts both apart."""
+        params = self.group.fsdp_params
+        return [_parameter_of(p)._version for p in params] + [p._sharded_param_data._version for p in params]
+
     def rounded_shard(self) -> Tensor:
         """Return what this rank would gather of all parameters now, [n], padding included, as a new tensor."""
         (dtype,) = self.gathered_dtypes
