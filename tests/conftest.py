@@ -23,10 +23,15 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="session", autouse=True)
 def rank_pool() -> Iterator[None]:
-    """One thread for this process too, and no worker left behind at the end of the session."""
-    torch.set_num_threads(1)
+    """No worker is left behind at the end of the session."""
     yield
     harness._pool.kill()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """One thread, as the ranks have: sums of several have other bits, and some tests ask for several."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
