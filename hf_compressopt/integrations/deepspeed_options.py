@@ -280,7 +280,7 @@ RULES: list[Rule] = [
         ),
         differs(
             "state",
-            when=lambda f: f.optim == "onebit_adam",
+            when=lambda f: f.optim in ("onebit_adam", "zero_one_adam"),
             default="float32",
             remark="DeepSpeed kept its state in float32; here errors and the frozen variance lie in 8 bits",
         ),

@@ -275,7 +275,7 @@ class ZeroOneAdam(CompressedAdam):
             the run's length once it is known.
         local_step_scaler: Steps after which the interval between syncs doubles, >= 1. None is 32,678, or a tenth of the
             run.
-        local_step_clipper: Longest interval between syncs (H), >= 1. None is 16, or 0.5 % of shorter runs.
+        local_step_clipper: Longest interval between syncs (H), >= 1. None is 16, or 0.25 % of shorter runs.
         **options: See :class:`~hf_compressopt.optim.compressed_adam.CompressedAdam`.
 
     Raises:
@@ -290,6 +290,7 @@ class ZeroOneAdam(CompressedAdam):
         ExtraState("lr_sum", "group"),
         ExtraState("decay", "group", 1.0),
     )
+    compact = True
     schedule: ZeroOneSchedule
     schedule_class = ZeroOneSchedule
     own_tensors: ClassVar[Mapping[Stage, Sequence[str]]] = {Stage.LOCAL_STEP: ("exp_avg", "local_update", "param")}

@@ -61,7 +61,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "OnebitLamb": [
         ({"freeze_step": 0}, "freeze_step|>= 1|0"),
-        ({"state": "compact"}, "TypeError|state is no option any more|OnebitLamb keep their state in float32"),
+        ({"state": "compact"}, "TypeError|state is no option any more|OnebitLamb keeps its state in float32"),
         ({"min_coeff": -0.5}, "min_coeff|>= 0|-0.5"),
         ({"max_coeff": 0.1, "min_coeff": 0.2}, "max_coeff|0.1"),
         ({"coeff_beta": 1.0}, "coeff_beta|[0, 1)|1.0"),
