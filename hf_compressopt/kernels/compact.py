@@ -99,6 +99,8 @@ _LOWEST, _HIGHEST = -126 * POINTS, 128 * POINTS - 1  # points that are normal fl
 #: Stands for the point of the largest of variances that are all 0.
 NO_TOP = _LOWEST - 1
 _MANTISSA_BITS, _EXPONENT_BIAS = 23, 127
+#: The smallest variance that has a point. Below 2^-126 the mantissa's bits are read as those of larger numbers.
+LEAST_VARIANCE = float(torch.tensor(2.0 ** (1 - 0.5 / POINTS), device="cpu") - 1) * 2.0**-126
 _RUN = 1 << 18  # elements that are encoded at once, so that what this needs stays near 5 MiB
 _RUN_ON_DEVICE = 1 << 24  # the same where launches count more than memory
 

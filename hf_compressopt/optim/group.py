@@ -20,7 +20,14 @@ from hf_compressopt.collectives.feedback import ErrorFeedback
 from hf_compressopt.flat import Bucket, FlatLayout, Span
 from hf_compressopt.kernels import Average, Descent, LogVariance, Segment, SignFormat, Variance, on
 from hf_compressopt.kernels.adam import AdamPlan, AdamTensors
-from hf_compressopt.kernels.compact import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, tops_of_variances
+from hf_compressopt.kernels.compact import (
+    LEAST_VARIANCE,
+    NO_TOP,
+    ZERO_CODE,
+    decode_variance,
+    encode_variance_,
+    tops_of_variances,
+)
 from hf_compressopt.kernels.memory import dense_values, numbers_on, reads_at_once
 from hf_compressopt.kernels.messages import travels_beside_signs, travels_in_full
 from hf_compressopt.optim.math import adam_step_, correct_bias_, floor_variance_, sum_of
@@ -307,8 +314,7 @@ class CompactMoments(Moments):
     def _vary(self, largest: Sequence[float]) -> list[bool]:
         if self.codes.numel():
             return [code != ZERO_CODE for code in largest]
-        values = torch.tensor(largest, dtype=torch.float32, device="cpu")
-        return [top > NO_TOP for top in tops_of_variances(torch.split(values, 1))]
+        return [row >= LEAST_VARIANCE for row in largest]
 
     # -- the momentum -------------------------------------------------------------------------------------------------
 

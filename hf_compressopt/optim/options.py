@@ -23,8 +23,8 @@ _NO_HYPERPARAMETERS = ("params", "param_names", "process_group", "exp_avg_mask")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Why there is no option "state".
 NO_STATE = (
-    "state is no option any more: OnebitAdam, ZeroOneAdam and gradients of 4 or 8 bits keep their errors, and these two "
-    "optimizers their frozen variance, in 8 bits; OnebitLamb keeps its state in float32. Leave it out"
+    "state is no option any more: OnebitAdam, ZeroOneAdam and gradients of 4 or 8 bits keep their errors, and these "
+    "two optimizers their frozen variance, in 8 bits; OnebitLamb keeps its state in float32. Leave it out"
 )
 
 
