@@ -470,7 +470,8 @@ class FSDPCompression:
         task = torch._C._current_graph_task_id()
         if task == self._pass:
             return
-        self._announcement.begin(self)
+        if self.replica.rank == 0:  # of the ranks that are the first among their peers, one
+            self._announcement.begin(self)
         self._pass, self._faults, self._scale = task, [], scale_of(self._loss_scale)
         kept = self._handed_out.begin(is_first=True)
         for errors in self._units:
@@ -503,7 +504,8 @@ class FSDPCompression:
             self._skipped += dropped
         self.steps += 1
         self.traffic.end_step()
-        self._announcement.end(self)
+        if self.replica.rank == 0:
+            self._announcement.end(self)
 
     def _warn_not_finite(self) -> None:
         """Say whose gradients were not finite, by what their messages have missed. All ranks call."""
