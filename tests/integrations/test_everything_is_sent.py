@@ -627,6 +627,17 @@ def test_an_uneven_number_of_backward_passes_raises_on_all_ranks(rank: int, worl
         loop[0].zero_grad()
 
 
+@pytest.mark.full
+@on_ranks(4)
+def test_an_uneven_number_of_passes_of_replicas_raises_on_all_ranks(rank: int, world_size: int) -> None:
+    for more in ((0, 1), (2,)):  # a whole replica, and one rank of it
+        loop = in_fsdp(2, 2)
+        take_steps(*loop, passes=2, count=3)
+        with pytest.raises(RuntimeError, match="different numbers of backward passes"):
+            take_steps(*loop, passes=3 if rank in more else 2, count=16)
+        loop[0].zero_grad()
+
+
 @on_ranks(2)
 def test_a_gradient_that_one_rank_alone_has_not_sent_raises_on_all(rank: int, world_size: int) -> None:
     model = Net()
