@@ -361,6 +361,41 @@ class Given(nn.Module):
 DROPPED = [((4,), ""), ((2, 2), ""), ((2, 2), "held back"), ((2, 2), "added up")]
 
 
+class Scaled(nn.Module):
+    """A matrix with large gradients, and small tensors; their gradients are what forward is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.norm, self.scale = (nn.Parameter(torch.zeros(shape)) for shape in ((40, 40), (64,), (1,)))
+
+    def forward(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(p * grad).sum() for p, grad in zip(self.parameters(), grads, strict=True)]).sum()
+
+
+@on_ranks(2)
+def test_small_tensors_beside_large_ones_move_as_uncompressed_ones(rank: int, world_size: int) -> None:
+    for bits, mesh in (("int4", (2,)), ("int4", (2, 1)), ("int8", (2,))):
+        devices = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
+        net, exact = Scaled(), Scaled()
+        fully_shard(net, mesh=devices["shard"])
+        compress_fsdp(net, devices, bits)
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, weight_decay=0.0) for each in (net, exact)]
+        for step in range(20):
+            seeds = [torch.Generator().manual_seed(world_size * step + number) for number in range(world_size)]
+            every = [[torch.randn(p.shape, generator=seed) + 0.3 for p in exact.parameters()] for seed in seeds]
+            for grads in every:
+                grads[0] *= 1e4
+            net(every[rank]).backward()
+            for p, *grads in zip(exact.parameters(), *every, strict=True):
+                p.grad = sum(grads) / world_size
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name in ("norm", "scale"):
+            found = getattr(net, name).full_tensor()
+            torch.testing.assert_close(found, getattr(exact, name).data, rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize(("bits", "most"), [("int4", 0.3), ("int8", 0.02)])
 @on_ranks(4)
 def test_gradients_that_are_dropped_leave_nothing_behind(rank: int, world_size: int, bits: str, most: float) -> None:
