@@ -47,6 +47,7 @@ from tests.oracles.simulation import (
 )
 from tests.oracles.simulation_low_bits import (
     CompactOnebitAdam,
+    CompactZeroOneAdam,
     FreedZeroOnebitAdam,
     LowBitOnebitAdam,
     LowBitOnebitLamb,
@@ -328,6 +329,7 @@ def test_schedules_of_zero_one_adam_by_hand():
 # -- optimizers that average their gradients themselves ----------------------------------------------------------------
 
 LOW_BIT = {"OnebitAdam": LowBitOnebitAdam, "OnebitLamb": LowBitOnebitLamb, "ZeroOneAdam": LowBitZeroOneAdam}
+COMPACT = {"OnebitAdam": CompactOnebitAdam, "ZeroOneAdam": CompactZeroOneAdam}
 ZERO = {1: ZeroOnebitAdam, 2: FreedZeroOnebitAdam}
 ZERO_ONE = {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 2}
 
@@ -372,8 +374,9 @@ def float32() -> Iterator[Run]:
 
 
 def compact() -> Iterator[Run]:
-    for case in (*CASES, BLOCKS):
-        yield Run(case, "OnebitAdam", CompactOnebitAdam, 4, {})
+    for name in COMPACT:
+        for case in (*CASES, BLOCKS):
+            yield Run(case, name, COMPACT[name], 4, {})
 
 
 def zero(stage: int) -> Iterator[Run]:
@@ -449,6 +452,6 @@ def test_equals_the_simulation_with_gradients_of_its_own(world_size: int, share:
     ],
 )
 def test_equals_the_simulation_in_two_levels(world_size: int, node_size: int, share: Share) -> None:
-    compact_blocks = Run(BLOCKS, "OnebitAdam", CompactOnebitAdam, 8, {})
+    compact_blocks = [Run(BLOCKS, name, COMPACT[name], bits, {}) for name, bits in zip(COMPACT, (8, 4), strict=True)]
     more = {"topology": "two-level", "node_size": node_size}
-    check(world_size, share.of([*float32(), compact_blocks]), 4e-6, node_size, more)
+    check(world_size, share.of([*float32(), *compact_blocks]), 4e-6, node_size, more)

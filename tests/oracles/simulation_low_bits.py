@@ -214,6 +214,15 @@ class CompactOnebitAdam(Compact, LowBitOnebitAdam):
     pass
 
 
+class CompactZeroOneAdam(Compact, LowBitZeroOneAdam):
+    def _clip_errors(self, clipped: bool) -> None:
+        before = self.errors_are_clipped
+        super()._clip_errors(clipped)
+        if self.errors_are_clipped != before:
+            for group in self.groups:
+                self.store_errors(group)
+
+
 # -- OnebitAdam under ZeRO ---------------------------------------------------------------------------------------------
 
 
