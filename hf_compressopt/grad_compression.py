@@ -269,7 +269,7 @@ class GradientCompression:
         return [{"params": self.params}]
 
     def metrics(self) -> dict[str, float]:
-        """Numbers of the last step and of the run so far, of this rank.
+        """Numbers of the last step and of the run so far, of this rank; a pass that sends gradients counts as a step.
 
         Returns:
             ``steps_not_finite``; ``bytes_sent_step`` and ``bytes_sent`` (in the hierarchical topology to other nodes

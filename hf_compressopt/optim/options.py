@@ -250,7 +250,7 @@ def plain_value(value: Any) -> Any:
         return float(value) if value.numel() == 1 else None
     if isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, tuple) and all(isinstance(entry, (int, float)) for entry in value):
+    if isinstance(value, (tuple, list)) and all(isinstance(entry, (int, float)) for entry in value):
         return list(value)
     return None
 

@@ -212,6 +212,7 @@ UNLIKE = {
     "postscale_gradients": "rank 1 has postscale_gradients=True",
     "lr": "rank 1 has param group 0 with {'lr': 0.5, .* rank 0 param group 0 with {'lr': 0.1, ",
     "weight_decay": "options or hyperparameters: rank 1 has param group 0",
+    "betas": "options or hyperparameters: rank 1 has param group 0",
     "scheduler": "does each rank's scheduler see .* rank 1 has param group 0 with {'lr': 0.4,",
     "max_norm": r"rank 1 has clip_grad_norm_\(2.0\), rank 0 clip_grad_norm_\(1.0\)",
 }
@@ -237,7 +238,10 @@ def unlike(rank: int, world_size: int, kind: str) -> None:
             params["more"] = nn.Parameter(torch.ones(3))
         elif kind == "shape":
             params["0.weight"] = nn.Parameter(torch.full((36,), 0.5))
-    optimizer = ZeroOptimizer(params.items(), torch.optim.SGD, **options)
+    cls: Any = torch.optim.SGD
+    if kind == "betas":
+        cls, options["betas"] = torch.optim.AdamW, [0.9, 0.99 if rank else 0.999]  # a list, as JSON has it
+    optimizer = ZeroOptimizer(params.items(), cls, **options)
 
     def step() -> None:
         sum(p.sum() for p in params.values()).backward()
