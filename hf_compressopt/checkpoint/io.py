@@ -22,11 +22,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_compressopt.checkpoint.compressed import FlatState
-from hf_compressopt.checkpoint.load import load
+from hf_compressopt.checkpoint.load import Part, load
 from hf_compressopt.checkpoint.partitioned import PartitionedState, PlainState
 from hf_compressopt.checkpoint.save import HostCopy, Snapshot, take_snapshot, write_snapshot
 from hf_compressopt.checkpoint.state import CompressionState, FSDPState, State
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.sender import listed
 from hf_compressopt.format.index import DEFAULT_PREFIX as DEFAULT_PREFIX
 from hf_compressopt.format.index import INDEX_NAME, StrPath, check_prefix
 from hf_compressopt.fsdp.compression import FSDPCompression
@@ -64,11 +65,16 @@ def save_state(
     Raises:
         ValueError, TypeError: If the names or the prefix cannot be used, or if a checkpoint cannot hold the state.
         OSError: If a file cannot be written, or if another run saves into the same files. All ranks raise, and an
-            earlier checkpoint is as it was.
+            earlier checkpoint is as it was, except that errors beside the shards of FSDP2 may be the new ones.
     """
-    write_snapshot(*_begin(optimizer, directory, names, prefix))
-    if (beside := _beside(optimizer)) is not None:
-        save_state(beside, directory, prefix=_prefix_beside(prefix))
+    snapshot, communicator = _begin(optimizer, directory, names, prefix)
+    if isinstance(optimizer, FSDPCompression) and optimizer.beside is not None:
+        try:  # first, so that the main index, which says that there is a checkpoint, is the last file
+            save_state(optimizer.beside, directory, prefix=_prefix_beside(prefix))
+        except BaseException:
+            snapshot.remove()
+            raise
+    write_snapshot(snapshot, communicator)
 
 
 def async_save_state(
@@ -88,10 +94,16 @@ def async_save_state(
         The save in the background. The next save and load and the end of the process wait for it.
 
     Raises:
-        ValueError, TypeError: As :func:`save_state`.
+        ValueError, TypeError: As :func:`save_state`; a TypeError too for an FSDPCompression whose model has trainable
+            parameters beside the shards.
         OSError: If the folder is not writable, or an earlier save in the background has failed; on all ranks. If a rank
             has no memory for its copy, the error comes when the save is waited for, as that of a failed write.
     """
+    if isinstance(optimizer, FSDPCompression) and optimizer.beside is not None:
+        raise TypeError(
+            f"the model has trainable parameters beside the shards of FSDP2 ({listed(optimizer.beside.names)}), whose "
+            "errors are a checkpoint of their own, and no save in the background writes two: call save_state()"
+        )
     snapshot, communicator = _begin(optimizer, directory, names, prefix)
     background = _BACKGROUNDS.setdefault(_innermost(optimizer), _Background())
     # a rank that has failed may have broken the channel, and the others need not know
@@ -168,14 +180,25 @@ def load_state(
     """
     check_prefix(prefix)
     wait_for_saves()
-    if (beside := _beside(optimizer)) is not None:
-        load_state(beside, directory, prefix=_prefix_beside(prefix))
-    load(checkpointable(optimizer), _innermost(optimizer), Path(directory), names, prefix)
-
-
-def _beside(optimizer: Saved) -> GradientCompression | None:
-    """Return the averages of what a model has beside the shards of FSDP2; they have a checkpoint of their own."""
-    return optimizer.find_beside() if isinstance(optimizer, FSDPCompression) else None
+    parts = [Part(checkpointable(optimizer), _innermost(optimizer), names, prefix)]
+    beside = optimizer.find_beside() if isinstance(optimizer, FSDPCompression) else None
+    if beside is None:
+        load(parts, Path(directory))
+        return
+    own, ranks = _prefix_beside(prefix), beside.communicator
+    saved = any(ranks.all_gather_object(has_checkpoint(directory, prefix=own)))
+    if saved:
+        parts.append(Part(checkpointable(beside), _innermost(beside), None, own))
+    load(parts, Path(directory))
+    if not saved:
+        beside.errors.zero_()
+        if ranks.rank == 0:
+            logger.warning(
+                "%s holds no errors of the parameters beside the shards of FSDP2, %s (was it saved before they came?): "
+                "they start at zero",
+                directory,
+                listed(beside.names),
+            )
 
 
 def _prefix_beside(prefix: str) -> str:

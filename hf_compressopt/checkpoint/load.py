@@ -36,7 +36,6 @@ from hf_compressopt.checkpoint.state import (
     FSDPState,
     Header,
     Kind,
-    LoadPlan,
     Names,
     State,
 )
@@ -68,42 +67,68 @@ logger = logging.getLogger(__name__)
 _ELEMENTWISE = {**dict.fromkeys((*MOMENTS, "max_exp_avg_sq", MASTER)), "master_param": MASTER}
 
 
-def load(
-    state: State, optimizer: torch.optim.Optimizer, folder: Path, names: Sequence[str] | None, prefix: str
-) -> None:
-    """Read a checkpoint into an optimizer's state, verified. All ranks call."""
+class Part(NamedTuple):
+    """One checkpoint of those that a load reads together: its prefix, and the state that it is of."""
+
+    state: State
+    optimizer: torch.optim.Optimizer
+    names: Sequence[str] | None
+    prefix: str
+
+
+class _Checked(NamedTuple):
+    """A checkpoint of which all that this rank reads is verified."""
+
+    state: State
+    source: Stored
+    path: Path
+    tensors: Sequence[StateTensor]
+    commit: Callable[[], None]
+
+
+def load(parts: Sequence[Part], folder: Path) -> None:
+    """Read checkpoints of one folder into their states, when all of them are verified. All ranks call."""
+    with ExitStack() as opened:  # the files stay open, so that what is read is what was checked
+        checked = [_check(part, folder, opened) for part in parts]
+        for each in checked:
+            each.state.communicator.run_together(partial(_read, each), others=CheckpointError)
+    for each in checked:
+        each.commit()
+        _warn_of_topology(each.source.header, each.state)
+
+
+def _check(part: Part, folder: Path, opened: ExitStack) -> _Checked:
+    """Verify what this rank reads of a checkpoint, whose files stay open. All ranks call."""
+    state, optimizer, names, prefix = part
     ranks = state.communicator
     index, path = _agreed_index(ranks, folder / INDEX_NAME.format(prefix=prefix))
     absent = absent_shards(folder, index)
     places = ranks.all_gather_object((gethostname(), str(folder.absolute()), list(absent.items())))
 
-    with ExitStack() as opened:  # the files stay open, so that what is read is what was checked
+    def check() -> _Checked:
+        with errors_naming(path):
+            by_place = index.header.get(BY_PLACE)
+            grouped = _names_by_place(state, optimizer) if by_place else state.parameter_names(names)
+            out_of_reach = {
+                number: _out_of_reach(number, problem, index.shards[number].file, places, ranks.rank)
+                for number, problem in absent.items()
+            }
+            files = opened.enter_context(ShardFiles(folder, index, out_of_reach))
+            source = source_of(index, files, _class_of(optimizer), optimizer.param_groups)
+            _check_model(state, index, grouped)
+            tensors, commit = state.plan_load(grouped, source.header, source.entries)
+            for tensor in _shown("checking", path, tensors, ranks):
+                source.check(tensor, ranks.world_size)
+        return _Checked(state, source, path, tensors, commit)
 
-        def check() -> tuple[Stored, LoadPlan]:
-            with errors_naming(path):
-                by_place = index.header.get(BY_PLACE)
-                grouped = _names_by_place(state, optimizer) if by_place else state.parameter_names(names)
-                out_of_reach = {
-                    number: _out_of_reach(number, problem, index.shards[number].file, places, ranks.rank)
-                    for number, problem in absent.items()
-                }
-                files = opened.enter_context(ShardFiles(folder, index, out_of_reach))
-                source = source_of(index, files, _class_of(optimizer), optimizer.param_groups)
-                _check_model(state, index, grouped)
-                tensors, commit = state.plan_load(grouped, source.header, source.entries)
-                for tensor in _shown("checking", path, tensors, ranks):
-                    source.check(tensor, ranks.world_size)
-            return source, (tensors, commit)
-
-        source, (tensors, commit) = ranks.run_together(check, others=CheckpointError)
-        ranks.run_together(lambda: _read(source, path, tensors, ranks), others=CheckpointError)
-    commit()
-    _warn_of_topology(source.header, state)
+    return ranks.run_together(check, others=CheckpointError)
 
 
 @torch.no_grad()
-def _read(source: Stored, path: Path, tensors: Sequence[StateTensor], communicator: Communicator) -> None:
+def _read(checked: _Checked) -> None:
     """Read everything once more, from the system's cache if it is still there, into the tensors."""
+    state, source, path, tensors, _ = checked
+    communicator = state.communicator
     try:
         for tensor in _shown("loading", path, tensors, communicator):
             local = tensor.local.detach()

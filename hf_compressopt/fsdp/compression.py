@@ -314,6 +314,11 @@ class FSDPCompression:
         if self._beside.averages is not None:
             self._beside.averages.step_taken()
 
+    @property
+    def beside(self) -> GradientCompression | None:
+        """The averages of the trainable parameters beside the shards that were found; None if there are none."""
+        return self._beside.averages
+
     def find_beside(self) -> GradientCompression | None:
         """Find the trainable parameters that FSDP2 does not manage, and return their averages. All ranks call."""
         return self._beside.find()

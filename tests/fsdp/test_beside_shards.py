@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hf_compressopt import GradientCompression, OnebitAdam, ZeroOptimizer, compress_fsdp, load_state, save_state
+from hf_compressopt import (
+    GradientCompression,
+    OnebitAdam,
+    ZeroOptimizer,
+    async_save_state,
+    compress_fsdp,
+    load_state,
+    save_state,
+)
+from hf_compressopt.format.index import CheckpointError
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
 from tests.support.launching import REPO_ROOT
 from tests.support.logs import log_lines
@@ -146,6 +155,13 @@ def errors_of(state: Any) -> list[Tensor]:
     return [averages.worker_error, averages.server_error]
 
 
+def all_errors(state: Any) -> list[Tensor]:
+    """Those of the shards, then those beside them."""
+    found = state.state_dict()
+    beside = found["beside"]
+    return [*found["worker_errors"], *found["server_errors"], beside["worker_error"], beside["server_error"]]
+
+
 def resumed(rank: int, world_size: int, folder: str, frozen: bool) -> None:
     net, mesh = sharded(2, frozen=frozen)
     state, optimizer = compress_fsdp(net, mesh, "int4"), optimizer_of(net)
@@ -204,6 +220,55 @@ def test_errors_load_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert mean.any() and all(np.allclose(worker, mean, atol=0.01 * abs(mean).max()) for worker, _ in loaded)
     servers = [np.nanmax([server for _, server in ranks], axis=0) for ranks in (saved, loaded)]
     assert servers[0].any() and np.allclose(*servers, atol=0.01 * abs(servers[0]).max())
+
+
+@on_ranks(2)
+def test_both_parts_of_a_checkpoint_are_loaded_or_none(rank: int, world_size: int, tmp_path: Path) -> None:
+    """A save leaves the run as it is, one of damaged parts changes nothing, and a part that never was is zero."""
+    net, mesh = sharded(2, frozen=False)
+    net[2].base.requires_grad_(True)
+    state = compress_fsdp(net, mesh, "int4")
+    optimizer = optimizer_of(net)
+    stepped(net, optimizer, range(2))
+    expected = [error.clone() for error in all_errors(state)]
+    averages = state.beside
+    net[0].scale.requires_grad_(False)  # a search would make other averages now, without errors
+    save_state(state, tmp_path)
+    assert state.beside is averages
+    net[0].scale.requires_grad_(True)
+    with pytest.raises(TypeError, match=r"beside the shards of FSDP2 \(.*0.scale.* call save_state"):
+        async_save_state(state, tmp_path)
+
+    for steps, prefix in ((range(2, 4), "compressopt"), (range(4, 6), "compressopt_beside")):
+        stepped(net, optimizer, steps)
+        before = [error.clone() for error in all_errors(state)]
+        (file,) = tmp_path.glob(f"{prefix}-*-00001-of-*.safetensors")
+        whole_file = file.read_bytes()
+        torch.distributed.barrier()
+        if rank == 0:
+            file.write_bytes(whole_file[:-3] + bytes([whole_file[-3] ^ 4]) + whole_file[-2:])
+        torch.distributed.barrier()
+        with pytest.raises(CheckpointError, match="damaged"):
+            load_state(state, tmp_path)
+        assert all(map(torch.equal, all_errors(state), before)) and state.steps == steps.stop
+        torch.distributed.barrier()
+        if rank == 0:
+            file.write_bytes(whole_file)
+        torch.distributed.barrier()
+    load_state(state, tmp_path)
+    assert all(map(torch.equal, all_errors(state), expected)) and state.steps == 2
+
+    torch.distributed.barrier()
+    if rank == 0:
+        (tmp_path / "compressopt_beside.index.json").unlink()
+    torch.distributed.barrier()
+    with log_lines() as lines:
+        load_state(state, tmp_path)
+    *shards, worker, server = all_errors(state)
+    assert all(map(torch.equal, shards, expected)) and any(bool(error.any()) for error in shards)
+    assert not worker.any() and not server.any()
+    told = [line for line in lines if "they start at zero" in line]
+    assert len(told) == (rank == 0) and all("0.scale" in line for line in told)
 
 
 # -- what is said, and what is refused --------------------------------------------------------------------------------
