@@ -577,7 +577,7 @@ class HandedOut:
     def _commit(self, *, closes: bool = True) -> None:
         for each in self._members():
             flags = each.flags(self._used)
-            each.errors.commit(None if all(flags) else flags, closes=closes)
+            each.errors.commit(None if closes and all(flags) else flags, closes=closes)
 
     def close(self, *, taken: bool, checked: bool = True) -> None:
         """Close a step of an optimizer of ours, by which all that it uses was handed out."""

@@ -86,7 +86,8 @@ class Agreed:
 class ComingStep:
     """What is known of the coming step."""
 
-    agreed: Agreed | None = None
+    agreed: Agreed | None = None  # by clipping or a gradient scaler
+    square: float | Tensor = 0.0  # of the gradients that the step under way takes, as Agreed's
     limit: float | None = None  # to which gradients are clipped
     #: Norm and limit by which all averaged gradients were clipped.
     clipped: tuple[float | Tensor, float] | None = None
@@ -156,12 +157,14 @@ class RankAgreement:
         if agreed is not None and not max_grad_norm:
             known = agreed.together and together and given is None and (self._overlap is None or self._overlap.agreed)
             if known and agreed.is_finite():
+                self.coming.square = agreed.square
                 if not same and not gradients.is_usable():
                     gradients.count_as_zero()
                     message = "step %d: rank %d's clipped gradients were changed and cannot be used; they count as 0"
                     write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)
                 return gradients, True
             if same and not together:
+                self.coming.square = agreed.square
                 return gradients, agreed.may_be_used()
         # what was no finite norm in the message of a sketch, of float32, is none in another message either
         overflown = agreed is not None and agreed.together and not agreed.is_finite()
@@ -169,6 +172,7 @@ class RankAgreement:
         if max_grad_norm > 0:
             norm = _clip_(gradients, agreed, agreed.square, max_grad_norm, in_place=given is None)
             self._note_norm(norm, max_grad_norm, whole=True)
+        self.coming.square = agreed.square
         return gradients, agreed.may_be_used()
 
     def clip_(self, plan: StepPlan, max_norm: float, parameters: Iterable[Tensor] | None) -> float | Tensor:
@@ -186,6 +190,7 @@ class RankAgreement:
         part = gradients if chosen is None else gradients.of(chosen)
         together = self.asks(plan) and self.are_local(plan)
         agreed, square = self._agree(gradients, plan, part, together=together, sketched=True)
+        self.coming.agreed = agreed
         norm = _clip_(part, agreed, square, max_norm, in_place=True)
         self._note_norm(norm, max_norm, whole=whole)
         return norm
@@ -222,6 +227,7 @@ class RankAgreement:
         agreed = self.coming.agreed
         if agreed is None or not agreed.together:
             agreed, _ = self._agree(self._collect(None), plan, together=True)
+            self.coming.agreed = agreed
         return not agreed.is_finite()
 
     def clip_coefficient(self) -> float:
@@ -249,9 +255,10 @@ class RankAgreement:
     ) -> tuple[Agreed, float | Tensor]:
         """Find the squared norms, of all gradients and of a part, and raise if a rank's cannot be used.
 
-        Returns what is known from now on, and the squared norm of the part.
+        Returns what is known, and the squared norm of the part. Who clips keeps it; after an error nothing is kept.
         """
         part, alike, coming = part or gradients, list[bool](), self.coming
+        coming.agreed = None
         mean = self._measure(gradients, plan, part, together=together) if sketched else None
         sent = None if self._overlap is None else self._overlap.overflow()
 
@@ -276,7 +283,7 @@ class RankAgreement:
         local = not together and gradients.fault is None
         if local and (elsewhere or not plan.is_local_sync):  # else the message of the sync brings them
             squares = torch.stack(squares).tolist()
-        coming.agreed = Agreed(gradients, together, squares[-1] if part is gradients else squares[0])
+        agreed = Agreed(gradients, together, squares[-1] if part is gradients else squares[0])
         if mean is not None and together:
             coming.common, coming.usual = mean.common, math.sqrt(mean.mean_square)
             if gradients.freed is not None and gradients.freed.is_exact:
@@ -296,7 +303,7 @@ class RankAgreement:
                 for each in (gradients, part):
                     each.note_left(self._overlap.left(gradients.groups))
         self.heed_second(plan, alike[1:])
-        return coming.agreed, squares[-1]
+        return agreed, squares[-1]
 
     def _hold(self, fault: Exception, plan: StepPlan) -> None:
         """Keep what is wrong with this rank's gradients in a local step until the next sync, where all ranks raise."""
@@ -362,8 +369,7 @@ class RankAgreement:
         digests = digest, self.second_digest(plan, gradients)
         coming, fault = self.coming, self._held_fault
         mean, coming.at_sync, self._held_fault = coming.at_sync, None, None
-        square = None if coming.agreed is None else coming.agreed.square
-        beside = square if isinstance(square, Tensor) else torch.zeros_like(written)
+        beside = coming.square if isinstance(coming.square, Tensor) else torch.zeros_like(written)
         means, sketch = ([], None) if mean is None else mean.contributions()
         faults = torch.full_like(written, float(fault is not None))
         # as checks are no part of the training's traffic
@@ -390,7 +396,7 @@ class RankAgreement:
     def _snapshot(self) -> list[Any]:
         """Return what a small message compares of the param groups: what may change between two steps."""
         masks = [state.options.get("exp_avg_mask") for state in self.states]
-        now = [(id(mask), getattr(mask, "_version", 0)) for mask in masks]
+        now = [(id(mask), 0 if mask is None or mask.is_inference() else mask._version) for mask in masks]
         if self._layouts[0] != now or not now:
             own = [state.own_rank is not None for state in self.states]
             self._layouts = now, digest_of([own, [rows_of(state) for state in self.states if state.own_rank is None]])

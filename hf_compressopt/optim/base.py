@@ -447,7 +447,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._tensors.pop(LATE_CLIP, None)  # of a run that was another one before
         if self.warmup_gradients.travelled:
             self.warmup_gradients.commit(taken=False)  # of what no step has taken
-        if plan.reduce_grads or self.warmup_gradients.in_use:
+        if plan.reduce_grads or self.warmup_gradients.in_use or self.warmup_gradients.travelled:
             self.warmup_gradients.end_step(plan)
         self.traffic.end_step(local=not plan.agree)
         if taken:

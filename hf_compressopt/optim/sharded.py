@@ -447,6 +447,8 @@ class ShardedOverlap(OverlapSender):
         load of a checkpoint of a run that clipped otherwise.
         """
         plan, last = self._begin_step(), self._last_norm()
+        if not self._sent.tasks.is_empty:
+            self._sent.tasks.join()  # a pass was not finished, after an error
         tasks = Pipeline(device=self._communicator.device)
         self._sent, self._dropped = _SentGradients(tasks=tasks, is_late=self._sent.is_late), False
         if not self.states or (plan.stage.number and last is None):

@@ -93,7 +93,7 @@ class ExactParameters:
         if parts:
             old, _ = self._values(cut.parts[communicator.rank])
             sizes = changes.change_sizes(old, _rounded(parts, example))
-        digests = [digest_of_bits(_flat(self._tensors[span.index])[span.start : span.stop]) for span in _spans(cut)]
+        digests = [digest_of_bits(_flat(self._tensors[index])[start:stop]) for index, start, stop in _stretches(cut)]
         digest = digests[0]
         for other in digests[1:]:
             digest = digest * 31 + other
@@ -197,6 +197,20 @@ def numel_of(spans: Sequence[Span]) -> int:
 def _spans(cut: Slice) -> Iterator[Span]:
     for spans in cut.parts:
         yield from spans
+
+
+def _stretches(cut: Slice) -> Iterator[tuple[int, int, int]]:
+    """Yield the elements of a slice as a parameter's number, start and stop, whichever ranks' parts they lie in."""
+    for index, rows in cut.places.items():
+        start = stop = -1
+        for _, span in rows:
+            if span.start != stop:
+                if stop > start:
+                    yield index, start, stop
+                start = span.start
+            stop = span.stop
+        if stop > start:
+            yield index, start, stop
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -282,6 +282,8 @@ class GradientReducer:
     def begin_pass(self) -> bool:
         self.follow_parameters()
         self.check_layout()
+        if not self.pipeline.is_empty:
+            self.pipeline.join()  # a pass was not finished, after an error
         self.pipeline = self._new_pipeline()
         return True
 

@@ -131,6 +131,27 @@ def test_ranks_with_different_hyperparameters_fail_together(rank: int, world_siz
                 optimizer.step()
 
 
+@pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
+@on_ranks(2, timeout=30)
+def test_a_step_that_has_failed_leaves_nothing_behind(rank: int, world_size: int, name: str) -> None:
+    """Tried again with the same gradients it fails again; later gradients are looked at anew."""
+    param = nn.Parameter(torch.ones(40))
+    optimizer = optimizer_of(name, [param])
+    for step in range(3):  # the next one is compressed
+        draw([param], optimizer, rank, step)
+        optimizer.step()
+    draw([param], optimizer, rank, 3)
+    optimizer.param_groups[0]["lr"] = 0.01 * (1 + rank)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^ranks \[1\] differ from rank 0 in the hyperparameters"):
+            optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.01
+    before = param.detach().clone()
+    param.grad = torch.full((40,), float("nan") if rank else 1.0)
+    optimizer.step()
+    assert optimizer.step_was_skipped and torch.equal(param.detach(), before)
+
+
 def refused(optimizer: Any, params: Any, rank: int, steps: int, said: str, at: Callable[[int], None]) -> int:
     """The step, counted from 0, in which all ranks raise an error that says so; ``at`` is called before each."""
     with pytest.raises((ValueError, RuntimeError), match=said):

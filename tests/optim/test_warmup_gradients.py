@@ -375,6 +375,27 @@ def test_errors_change_only_where_a_step_takes_the_gradients(rank: int, world_si
         assert all(float(error.square().mean().sqrt()) < 0.3 for error in missed), (name, missed)
 
 
+@on_ranks(2)
+def test_a_gradient_that_is_dropped_leaves_the_errors_of_other_groups(rank: int, world_size: int) -> None:
+    """Of a last layer, say, before the step."""
+    found = []
+    for drop in (False, True):
+        params = [nn.Parameter(torch.ones(64, 64)) for _ in range(3)]
+        groups = [{"params": params[:1]}, {"params": params[1:]}]
+        optimizer = hf_compressopt.OnebitAdam(groups, warmup_bits=4, freeze_step=1000)
+        for step in range(2):
+            for number, param in enumerate(params):
+                param.grad = noise(rank, 10 * step + number, param)
+            average_gradients(optimizer)
+            if drop:
+                params[2].grad = None
+            optimizer.step()
+        found.append([state.errors.worker_values().clone() for state in optimizer._states])
+    (alone, both), (other, part) = found
+    assert bool(alone.any()) and torch.equal(other, alone)
+    assert torch.count_nonzero(part) < 0.6 * torch.count_nonzero(both)
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
