@@ -4,11 +4,15 @@ FSDP2 neither gives its ranks the same values of them nor averages their gradien
 own. Here all ranks take rank 0's values once, and average the gradients over the whole mesh at the end of every
 backward pass that sends gradients, behind the messages of the units: whatever order the graphs of the ranks have, the
 messages have one.
+
+What each rank shall keep for itself, such as experts, is named as DistributedDataParallel wants it, in
+``model._ddp_params_and_buffers_to_ignore``: it is left alone.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, finalize
@@ -17,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import CheckpointFunction
 
 from hf_compressopt.collectives.buffers import broadcast_together
 from hf_compressopt.collectives.communicator import all_reduce_bytes
-from hf_compressopt.collectives.sender import listed
+from hf_compressopt.collectives.sender import SendRecord, listed
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.clipping import teach_torch_to_mix
 from hf_compressopt.fsdp.units import Unit, outside
@@ -64,6 +69,8 @@ class BesideUnits:
         self._model, self._units, self._replicated = model, units, mesh.ndim == 2
         self._compression, self._gradient_came = compression, gradient_came
         self._options = {**options, "process_group": _group_of(mesh)}
+        self._own = SendRecord("compress_fsdp")  # of what each rank keeps for itself
+        self._told_of_reentrant = False
         self._handles: list[RemovableHandle] = []
         finalize(self, _remove, self._handles).atexit = False
         self.find()
@@ -89,11 +96,16 @@ class BesideUnits:
 
     def find(self) -> GradientCompression | None:
         """Find the parameters, give them rank 0's values, and return their averages. All ranks call."""
-        named = outside(self._model, self._units)
+        named = self._outside(trained=True)
         devices = [param.device for _, param in named] + [unit.device for unit in self._units]
         ranks = TorchCommunicator(self._options["process_group"], device=devices[0] if devices else None)
         rows = [f"{name} {list(param.shape)} {param.dtype}" for name, param in named]
         ranks.require_equal_rows("the trainable parameters beside those that FSDP2 shards", rows)
+        if sharded := [name for name, param in named if hasattr(param, "device_mesh")]:
+            raise ValueError(
+                f"grad_compression cannot average the gradients of {listed(sharded)}, DTensors that no fully_shard "
+                f"manages: shard them by fully_shard, freeze them, or name them in model.{_IGNORED} if others do it"
+            )
         known = set() if self.averages is None else set(self.averages.params)
         if known == {param for _, param in named}:
             return self.averages
@@ -103,24 +115,52 @@ class BesideUnits:
         teach_torch_to_mix()
         self.averages = GradientCompression(named, self._compression, **self._options)
         self.averages.leave_lines_to_others()
+        self._compare(ranks, named)
         broadcast_together(ranks, self.averages.params)
-        self._compare_frozen(ranks)
         for param in self.averages.params:
             self._handles.append(param.register_post_accumulate_grad_hook(self._came))
         return self.averages
 
-    def _compare_frozen(self, ranks: TorchCommunicator) -> None:
-        """Warn of frozen parameters beside the shards that differ, such as the frozen half of an adapter."""
-        rows = outside(self._model, self._units, trained=False)
-        mine = {name: int(bit_sum(param.detach())) for name, param in rows if param.is_floating_point()}
+    def _outside(self, *, trained: bool) -> list[tuple[str, nn.Parameter]]:
+        """The trainable or the frozen parameters beside the units, without those that each rank keeps for itself."""
+        ignored = set(getattr(self._model, _IGNORED, ()))
+        rows = outside(self._model, self._units, trained=trained)
+        self._own.add([row for row in rows if row[0] in ignored], watched=False)
+        return [row for row in rows if row[0] not in ignored]
+
+    def _compare(self, ranks: TorchCommunicator, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Warn of parameters that differ: trainable ones, and frozen ones, such as the frozen half of an adapter."""
+        rows = [row for row in self._outside(trained=False) if not hasattr(row[1], "device_mesh")]
+        mine = {name: int(bit_sum(p.detach())) for name, p in [*named, *rows] if p.is_floating_point()}
         everyone = ranks.all_gather_object(mine)
-        apart = [name for name in mine if any(each.get(name) != mine[name] for each in everyone)]
-        if apart and ranks.rank == 0:
+        different = [name for name in mine if any(each.get(name) != mine[name] for each in everyone)]
+        trained = {name for name, _ in named}
+        if (moved := [name for name in different if name in trained]) and ranks.rank == 0:
+            logger.warning(
+                "trainable parameters beside the shards of FSDP2 differ between the ranks: %s. All ranks take rank 0's "
+                "values of them, and average their gradients, as is right for adapters. What each rank shall keep for "
+                "itself, such as experts or what fully_shard(ignored_params=...) got, belongs into model.%s before",
+                listed(moved),
+                _IGNORED,
+            )
+        if (apart := [name for name in different if name not in trained]) and ranks.rank == 0:
             logger.warning(
                 "frozen parameters beside the shards of FSDP2 differ between the ranks, and so do their models: %s. "
                 "Set one seed on all ranks before such adapters are made, or broadcast them",
                 listed(apart),
             )
+
+    def average(self, averages: GradientCompression) -> None:
+        """Average the gradients at the end of a pass, which all ranks end."""
+        if not self._told_of_reentrant and _is_inside_checkpoint():
+            self._told_of_reentrant = True
+            if averages.communicator.rank == 0:
+                logger.warning(
+                    "reentrant checkpointing runs a backward pass for each block, and each averages the gradients of "
+                    "all trainable parameters beside the shards of FSDP2: checkpoint with use_reentrant=False, which "
+                    "averages once (Trainer: gradient_checkpointing_kwargs={'use_reentrant': False})"
+                )
+        averages.average_in_pass()
 
     def _came(self, _: Tensor) -> None:
         self._gradient_came()
@@ -132,6 +172,7 @@ class BesideUnits:
             self.find()
 
 
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it
 _LIVING: WeakSet[BesideUnits] = WeakSet()
 
 
@@ -177,6 +218,16 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     elif (ranks := mesh.mesh.flatten().tolist()) != list(range(dist.get_world_size())):
         group = dist.new_group(ranks, use_local_synchronization=True)
     return group
+
+
+def _is_inside_checkpoint() -> bool:
+    """True inside the backward of a reentrant checkpoint, which runs a backward pass of its own."""
+    frame, inside = sys._getframe(), CheckpointFunction.backward.__code__
+    while frame.f_code is not inside:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -7,7 +7,7 @@ taught here to take one: what finds the norm, and what scales the gradients. Hos
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,11 +41,13 @@ def _total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def total_norm(tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
         known = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         parts = _by_mesh(known, known)
-        if len(parts) < 2:
+        if not _are_mixed(parts):
             return original(known, norm_type, *args, **kwargs)
         norms = [original(part, norm_type, *args, **kwargs) for part in parts.values()]
         whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-        total: Tensor = torch.linalg.vector_norm(torch.stack(whole), float(norm_type))
+        total: Tensor = torch.linalg.vector_norm(
+            torch.stack([norm.to(whole[0].device) for norm in whole]), float(norm_type)
+        )
         return total
 
     return total_norm
@@ -58,7 +60,7 @@ def _clip_with_norm(original: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         known = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         parts = _by_mesh(known, [param.grad for param in known])
-        if len(parts) < 2:
+        if not _are_mixed(parts):
             original(known, max_norm, total_norm, *args, **kwargs)
             return
         from torch.distributed.tensor import DTensor
@@ -68,6 +70,11 @@ def _clip_with_norm(original: Callable[..., None]) -> Callable[..., None]:
             original(part, max_norm, norm, *args, **kwargs)
 
     return clip_with_norm
+
+
+def _are_mixed(parts: Collection[DeviceMesh | None]) -> bool:
+    """True for shards of one mesh and whole gradients. Of several meshes torch says itself whether it clips them."""
+    return None in parts and len(parts) == 2
 
 
 def _by_mesh(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[DeviceMesh | None, list[Tensor]]:

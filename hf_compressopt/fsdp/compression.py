@@ -501,7 +501,7 @@ class FSDPCompression:
         self._pass, self._faults = -1, []
         beside = self._beside.averages if self._beside.are_due else None
         if beside is not None:
-            beside.average_in_pass()
+            self._beside.average(beside)
         elif not exchanged:  # all gradients wait for a later pass
             return
         if exchanged:

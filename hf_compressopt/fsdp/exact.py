@@ -10,7 +10,8 @@ A replica is always what the shards rounded to in the last forward pass. So noth
 or loaded anew sends more once, and computes with the same bits.
 
 The lengths of all units' messages are exchanged once in a forward pass, by its first all-gather: the host waits there.
-They are exchanged anew if shards were written since then, on all ranks alike, as by a load.
+They are exchanged anew if shards were written since then, on all ranks alike, as by a load: by an optimizer's step, or
+by writes that torch counts in a tensor's version (``.data`` has a version of its own).
 Units whose changes would take more bytes are gathered in full. Backward gathers again, without a byte.
 """
 
@@ -88,6 +89,7 @@ class ExactGathers:
         if replica.new is not None:
             self._refresh(replica, replica.values, replica.new)
             replica.new = replica.sizes = None
+        _used_here(replica.values)
         whole.copy_(replica.values.view(-1))
 
     def _exchange_lengths(self) -> None:
@@ -95,6 +97,7 @@ class ExactGathers:
         rank, found = self._ranks.rank, [replica for replica in self._replicas if replica.values is not None]
         for replica in found:
             assert replica.values is not None
+            _used_here(replica.values)
             replica.versions = replica.unit.versions
             replica.new = replica.unit.rounded_shard().view(torch.int16)
             replica.sizes = changes.change_sizes(replica.values[rank], replica.new)
@@ -111,6 +114,7 @@ class ExactGathers:
         """Make a replica what the shards round to, as (1) says. values: [ranks, n]; new: [n]."""
         rank, numel, sizes = self._ranks.rank, new.numel(), replica.sizes
         assert sizes is not None
+        _used_here(new, sizes, values)
         if not any(replica.payloads):
             return
         lengths = [changes.message_nbytes(numel, payload) for payload in replica.payloads]
@@ -139,9 +143,17 @@ _living: WeakSet[ExactGathers] = WeakSet()
 _hooks: list[Any] = []
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _step_taken(*_: Any) -> None:
     for gathers in _living:
         gathers.end_step()
+
+
+def _used_here(*tensors: Tensor) -> None:
+    """Keep tensors' memory until this stream has used it: FSDP2 gathers on several, and they are made on one."""
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _check(unit: Unit) -> None:
@@ -163,6 +175,11 @@ def _check(unit: Unit) -> None:
         raise RuntimeError(
             f"torch {torch.__version__} has no FSDPModule.set_custom_all_gather, which param_compression=exact needs: "
             "install a newer torch, such as 2.13"
+        )
+    if (known := unit.all_gather) not in (None, "DefaultAllGather", _AllGather.__name__):
+        raise ValueError(
+            f"the unit of {type(unit.module).__name__} has a custom all-gather already, {known}: "
+            "param_compression=exact needs it for itself, so leave one of the two out"
         )
 
 

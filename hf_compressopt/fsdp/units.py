@@ -105,6 +105,12 @@ class Unit:
     def takes_all_gather(self) -> bool:
         return hasattr(self.module, "set_custom_all_gather")
 
+    @property
+    def all_gather(self) -> str | None:
+        """The name of what FSDP2 gathers by; None where this torch does not tell."""
+        known = getattr(self.group, "_all_gather_comm", None)
+        return None if known is None else type(known).__name__
+
     def set_all_gather(self, all_gather: Any) -> None:
         """Have FSDP2 call an all-gather in place of its own."""
         self.module.set_custom_all_gather(all_gather)

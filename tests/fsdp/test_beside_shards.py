@@ -1,6 +1,7 @@
 """Trainable parameters that FSDP2 does not manage: adapters that came after ``fully_shard``, on real gloo ranks."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from hf_compressopt import (
     GradientCompression,
@@ -307,6 +310,47 @@ def test_frozen_halves_of_adapters_that_differ_are_told(rank: int, world_size: i
         assert len(told) == count * (rank == 0) and all("0.down" in line for line in told)
 
 
+def told_by(model: Any, mesh: Any) -> list[str]:
+    with log_lines() as lines:
+        compress_fsdp(model, mesh, "float32")
+    return [line for line in lines if "trainable parameters beside the shards of FSDP2 differ" in line]
+
+
+@on_ranks(2)
+def test_what_a_rank_keeps_for_itself_is_left_alone_and_else_told_of(rank: int, world_size: int) -> None:
+    net, mesh = sharded(2, frozen=True, seed=-rank)  # sharded() adds the rank: one seed for all
+    assert told_by(net, mesh) == []
+    net, mesh = sharded(2, frozen=True)
+    told = told_by(net, mesh)
+    assert len(told) == (rank == 0)
+    for line in told:
+        assert "0.down, 2.down. All ranks take rank 0's values" in line and "_ddp_params_and_buffers_to_ignore" in line
+    net, mesh = sharded(2, frozen=True)
+    net._ddp_params_and_buffers_to_ignore = ["0.down", "0.up", "0.scale", "2.down"]
+    mine = net[0].down.detach().clone()
+    assert told_by(net, mesh) == []
+    assert torch.equal(net[0].down, mine) and not same_on_all_ranks([net[0].down])
+    optimizer = optimizer_of(net)
+    for step in range(2):
+        backward(net, step, "")
+        optimizer.step()
+    assert not same_on_all_ranks([net[0].up]) and same_on_all_ranks([net[2].up, net[2].scale])
+
+
+@on_ranks(2)
+def test_reentrant_checkpoints_are_told_of_once(rank: int, world_size: int) -> None:
+    for reentrant in (False, True):
+        net, mesh = sharded(2, frozen=True)
+        for layer in (net[0], net[2]):
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=reentrant)
+        compress_fsdp(net, mesh, "float32")
+        with log_lines() as lines:
+            for step in range(2):
+                net(data(step).requires_grad_()).square().mean().backward()
+        told = [line for line in lines if "use_reentrant=False" in line]
+        assert len(told) == (reentrant and rank == 0), lines
+
+
 def sometimes(rank: int, world_size: int) -> list[Any]:
     """The gradients of a pass in which each rank uses an adapter that the other does not use."""
     net, mesh = sharded(2, frozen=True)
@@ -329,6 +373,12 @@ def unequal_adapters(rank: int) -> None:
     net, mesh = sharded(2, frozen=True)
     if rank == 1:
         net[4] = Lora(net[4])
+    compress_fsdp(net, mesh)
+
+
+def foreign_shard(rank: int) -> None:
+    net, mesh = sharded(2, frozen=True)
+    net[0].up = nn.Parameter(distribute_tensor(net[0].up.detach(), mesh))
     compress_fsdp(net, mesh)
 
 
@@ -386,6 +436,7 @@ def shards_in_a_compressed_optimizer(rank: int) -> None:
 
 REFUSED = [
     (unequal_adapters, "differ from rank 0 in the trainable parameters beside those that FSDP2 shards: .* 4.down"),
+    (foreign_shard, "cannot average the gradients of 0.up, DTensors that no fully_shard"),
     (unequal_passes, "the ranks have different numbers of backward passes"),
     (later_adapter, "nobody has averaged the gradients of 4.up"),
     (not_synchronized, "GradientCompression has not sent the gradients of .*0.down"),

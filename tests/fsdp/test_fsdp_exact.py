@@ -93,6 +93,10 @@ def test_backward_gathers_without_a_byte_and_a_resume_goes_on_bit_for_bit(rank: 
     assert torch.equal(plain(x), exact(x))
 
 
+class Gathers:
+    """An all-gather of somebody else."""
+
+
 @on_ranks(2)
 def test_what_has_no_changes_is_refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
@@ -101,6 +105,10 @@ def test_what_has_no_changes_is_refused(rank: int, world_size: int) -> None:
         compress_fsdp(model, mesh, "int4", param_compression="exact")
     with pytest.raises(ValueError, match="must be 'exact' or 'none' with FSDP2, got 'int4'"):
         compress_fsdp(model, mesh, "int4", param_compression="int4")
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=BF16)
+    model.set_custom_all_gather(Gathers())
+    with pytest.raises(ValueError, match="has a custom all-gather already, Gathers"):
+        compress_fsdp(model, mesh, "float32", param_compression="exact")
     nodes = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(nn.Linear(4, 4), mesh=nodes["shard"], mp_policy=BF16)
     with pytest.raises(ValueError, match="exact is for FSDP2 over all ranks"):
