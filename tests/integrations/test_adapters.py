@@ -79,7 +79,7 @@ def by_trainer(rank: int, world_size: int, folder: str, replicas: int) -> dict[s
         with log_lines() as lines:
             trainer.train()
         last = [row for row in trainer.state.log_history if "loss" in row][-1]
-        told = [line for line in lines if "trainable parameters beside the shards" in line]
+        told = [line for line in lines if "trainable parameters beside the shards are rank 0's" in line]
         assert len(told) == (rank == 0 and optim_args is not None)
         row = {name: value.numpy() for name, value in adapters(trainer.model).items()}
         found[str(optim_args)] = {"adapters": row, "last": last}
