@@ -93,7 +93,7 @@ def load(parts: Sequence[Part], folder: Path) -> None:
         for each in checked:
             each.state.communicator.run_together(partial(_read, each), others=CheckpointError)
     for each in checked:
-        each.commit()
+        each.state.communicator.run_together(partial(_commit, each), others=CheckpointError)
         _warn_of_topology(each.source.header, each.state)
 
 
@@ -142,6 +142,11 @@ def _read(checked: _Checked) -> None:
         raise CheckpointError(
             f"{told}: the first check found no error, and now the state is half loaded; load again"
         ) from error
+
+
+def _commit(checked: _Checked) -> None:
+    with errors_naming(checked.path):  # an optimizer's own load_state_dict may refuse what the index says
+        checked.commit()
 
 
 def _shown(doing: str, path: Path, tensors: Sequence[StateTensor], communicator: Communicator) -> Iterator[StateTensor]:

@@ -68,7 +68,7 @@ def trained_alike(rank: int, world_size: int, steps: int, compression: str, opti
     ],
 )
 def test_the_bits_of_fsdp2_alone(world_size: int, steps: int, compression: str, options: dict[str, Any]) -> None:
-    run_ranks(world_size, trained_alike, steps, compression, options)
+    run_ranks(world_size, trained_alike, steps, compression, options, timeout=300)
 
 
 @on_ranks(2)
