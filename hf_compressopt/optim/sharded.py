@@ -515,6 +515,7 @@ class ShardedOverlap(OverlapSender):
                 param.grad = None  # also of parameters of no element
         self.attach().gradients_taken()
         self._sent.tasks.drain()
+        self._buckets = []  # they hold errors, old and new, of which the step lets go
         self.note_gradients()
 
     def interrupted(self) -> None:

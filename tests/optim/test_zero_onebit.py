@@ -103,10 +103,10 @@ def peak_of_a_run(rank: int, world_size: int, stage: int) -> float:
 
 
 @pytest.mark.full
-def test_the_peak_of_a_run_is_far_below_adamw() -> None:
+def test_the_peak_of_a_run_is_a_third_below_adamw() -> None:
     adamw, first, second = (run_ranks(4, peak_of_a_run, stage) for stage in (0, 1, 2))
     assert max(first) <= 0.72 * min(adamw) and max(first) <= 4 + 4 + 8 / 4 + 1.03 * (1 + 1 / 4) + 1.5, (first, adamw)
-    assert max(second) <= 0.72 * min(adamw), (second, adamw)
+    assert max(second) <= min(adamw) * 2 / 3, (second, adamw)
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
