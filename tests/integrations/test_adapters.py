@@ -200,9 +200,59 @@ def by_peft(rank: int, world_size: int, folder: str) -> None:
     assert all(value.any() for value in mine.values())
 
 
-def test_peft_saves_the_adapter_that_every_rank_has(tmp_path: Path) -> None:
+def need_peft() -> None:
     try:
         import_module("peft")
     except ImportError:
         pytest.skip("peft is not installed: pip install --no-deps peft")
+
+
+def test_peft_saves_the_adapter_that_every_rank_has(tmp_path: Path) -> None:
+    need_peft()
     run_ranks(2, by_peft, str(tmp_path), timeout=120)
+
+
+def adalora_of(rank: int) -> Any:
+    from peft import AdaLoraConfig, get_peft_model
+
+    hosts.use_accelerate(rank, torch.distributed.get_world_size())
+    hf_compressopt.register()
+    ranks = {"init_r": 8, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 6}
+    return get_peft_model(hosts.small_llama(), AdaLoraConfig(target_modules=["q_proj", "v_proj"], **ranks))
+
+
+def prune_in_trainer(rank: int, folder: str, **arguments: Any) -> set[int]:
+    """Train as PEFT's documentation tells, and return how many ranks the adapters have left."""
+    from transformers import Trainer, TrainerCallback
+
+    class Prune(TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            model.base_model.update_and_allocate(state.global_step)
+            assert same_on_all_ranks([p for p in model.parameters() if p.requires_grad]), state.global_step
+
+    model = adalora_of(rank)
+    args = hosts.trainer_arguments(output_dir=folder, learning_rate=1e-2, max_steps=6, **arguments)
+    Trainer(model=model, args=args, train_dataset=hosts.tokens(), callbacks=[Prune()]).train()
+    return {int(p.count_nonzero()) for name, p in model.named_parameters() if ".lora_E" in name}
+
+
+def by_adalora(rank: int, world_size: int, folder: str) -> None:
+    for averaged in ("grad_compression=int4", "grad_compression=int8"):
+        assert min(prune_in_trainer(rank, folder, optim_args=averaged)) < 8
+    refused = [
+        {"optim": name} for name in ("onebit_adam", "zero_one_adam", "onebit_lamb", "zero1_adamw", "zero2_adamw")
+    ]
+    refused += [{"optim": "onebit_adam", "optim_args": f"zero_stage={stage}"} for stage in (1, 2)]
+    refused += [{"optim_args": "zero_stage=2"}]
+    for arguments in refused:
+        with pytest.raises(ValueError, match="^AdaLoRA prunes by p.grad after each step.*int4"):
+            prune_in_trainer(rank, folder, **arguments)
+    model = adalora_of(rank)
+    accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=CompressOptPlugin(zero_stage=2))
+    with pytest.raises(ValueError, match="^AdaLoRA prunes by p.grad after each step.*int4"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_adalora_prunes_alike_where_gradients_are_averaged_and_is_refused_elsewhere(tmp_path: Path) -> None:
+    need_peft()
+    run_ranks(2, by_adalora, str(tmp_path), timeout=120)
