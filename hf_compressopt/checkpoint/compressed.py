@@ -20,7 +20,8 @@ from hf_compressopt.format.plan import Per, StateTensor, TensorKey
 from hf_compressopt.kernels import Average, SignFormat
 from hf_compressopt.optim import options
 from hf_compressopt.optim.base import CompressedOptimizer
-from hf_compressopt.optim.group import GroupState, Moments
+from hf_compressopt.optim.group import GroupState
+from hf_compressopt.optim.moments import Moments
 from hf_compressopt.optim.state import (
     WRITTEN,
     check_header,
@@ -38,7 +39,7 @@ from hf_compressopt.schedules import Stage
 _MASK, _OPTIMIZER = "exp_avg_mask", "optimizer"
 
 
-def room_for_messages(
+def empty_messages(
     layout: FlatLayout, bucket_numel: int, world_size: int, scale_block: int | None, device: torch.device
 ) -> dict[int, Average]:
     """Return memory for the messages of a param group's buckets, and for what travels in full, by first elements."""
@@ -73,21 +74,21 @@ class GroupBuffers:
         saved = header.values["world_size"] if state.own_rank is None else ranks
         if str(key(Kind.MESSAGE)) in entries:
             cut = header.values["bucket_numel"], saved, header.values.get("scale_block")
-            last = room_for_messages(state.layout, *cut, state.device)
+            last = empty_messages(state.layout, *cut, state.device)
         held = state.moments.shards
-        mine = held is not None and held.place is state.communicator.topology
-        shards = None if frozen else held if mine else state.room_for_shards()
-        moments = state.moments.room(codes=str(key(Kind.TOP)) in entries, last=last, shards=shards)
+        mine = held is not None and held.topology is state.communicator.topology
+        shards = None if frozen else held if mine else state.new_shards()
+        moments = state.moments.to_fill(codes=str(key(Kind.TOP)) in entries, last=last, shards=shards)
         error = entries.get(str(TensorKey(Kind.WORKER, group=state.number, rank=rank)))
         in_bytes = error is not None and error.dtype == "uint8"
         alike = saved == ranks and state.communicator.levels is None
         as_saved = in_bytes and alike and state.errors.worker.numel() > 0
-        errors = state.errors.room(compact=as_saved)
+        errors = state.errors.to_fill(compact=as_saved)
         if ranks == 1:  # it has errors only if it loads those of several ranks
             served = state.compressed and str(TensorKey(Kind.SERVER, group=state.number)) in entries
             numel, errors = state.layout.in_messages.numel if served else 0, copy(state.errors)
             errors.take(*(torch.zeros(numel, dtype=torch.float32, device="cpu") for _ in range(2)))
-        mask = None if (entry := entries.get(str(key(_MASK)))) is None else _room(entry)
+        mask = None if (entry := entries.get(str(key(_MASK)))) is None else _empty(entry)
         if mask is not None:
             options.check_mask(mask, state.params, state.number)
         return cls(state, moments, errors, mask)
@@ -197,7 +198,7 @@ class FlatState(State):
             return self._plan_plain(names, groups, entries)
         optimizer._before_load()
         found = {TensorKey.parse(name): entry for name, entry in entries.items()}
-        tensors = {key.owner: _room(entry) for key, entry in found.items() if key.kind == _OPTIMIZER}
+        tensors = {key.owner: _empty(entry) for key, entry in found.items() if key.kind == _OPTIMIZER}
         schedule = type(optimizer.schedule).of(header.values["schedule"])
         check_tensors(tensors, schedule, has_variance=optimizer.has_variance)
         frozen, at = schedule.plan(header.values["step"] + 1).stage.number > 0, self.communicator.rank
@@ -256,9 +257,9 @@ def _plain_tensors(param: Tensor, name: str, entries: Entries) -> list[StateTens
             raise ValueError(f"it must have {' and '.join(map(str, keys))}, or none of them")
         if entry.shape != shape:
             raise ValueError(f"{key} has shape {list(entry.shape)}, the parameter {list(param.shape)}")
-        tensors.append(StateTensor.of(key, _room(entry), replicated=True))
+        tensors.append(StateTensor.of(key, _empty(entry), replicated=True))
     return tensors
 
 
-def _room(entry: TensorEntry) -> Tensor:
+def _empty(entry: TensorEntry) -> Tensor:
     return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")

@@ -64,7 +64,7 @@ def _value_of_parameter(kind: str, name: str, value: Any, *, replicated: bool = 
     return StateTensor.of(key, torch.tensor(value, dtype=dtype, device="cpu"), replicated=replicated)
 
 
-def _room_for(live: Any, shape: Sequence[int], dtype: str) -> Tensor:
+def _memory_for(live: Any, shape: Sequence[int], dtype: str) -> Tensor:
     """Return memory for a tensor of a checkpoint: the state's own if it is such a tensor, else new memory."""
     wanted: torch.dtype = getattr(torch, dtype)
     if isinstance(live, Tensor) and live.shape == tuple(shape) and live.dtype == wanted and live.is_contiguous():
@@ -160,7 +160,7 @@ class PlainState(State):
                 if key.kind != MASTER:  # which the parameter lagged behind
                     in_use = in_place and key.per is Per.ELEMENT
                     live = self._optimizer.state.get(param, {}).get(key.kind) if in_use else None
-                    local = _room_for(live, entry.shape, entry.dtype)
+                    local = _memory_for(live, entry.shape, entry.dtype)
                 yield param, StateTensor.of(key, local, entry.shape)
 
     def _commit(self, rows: Sequence[tuple[Tensor, StateTensor]], groups: Sequence[dict[str, Any]]) -> None:
@@ -345,7 +345,7 @@ class PartitionedState(State):
                     fits = shape == () if key.per is Per.NUMBER else prod(shape) == 1
                 if not fits:
                     raise _misfit(key, entry, param)
-                yield row, StateTensor.of(key, _room_for(live, shape, entry.dtype), entry.shape, start)
+                yield row, StateTensor.of(key, _memory_for(live, shape, entry.dtype), entry.shape, start)
 
     def _synchronize(self, rows: Sequence[Row], kinds: set[str]) -> None:
         """Give all ranks the parameters that belong to the masters of a checkpoint with these kinds of tensors."""

@@ -99,24 +99,26 @@ class HostCopy:
     """Copies of tensors in host memory. It is pinned for tensors of a CUDA device, and used again for the next save."""
 
     def __init__(self) -> None:
-        self._room: dict[str, Tensor] = {}
+        self._memory: dict[str, Tensor] = {}
 
     def take(self, snapshot: Snapshot) -> Snapshot:
         """Copy the tensors of a snapshot; the copies are valid until the next call."""
-        room, devices, tensors = {}, set(), []
+        memory: dict[str, Tensor] = {}
+        devices: set[torch.device] = set()
+        tensors: list[StateTensor] = []
         for tensor in snapshot.tensors:
             local, key = tensor.local.detach(), tensor.shard_key
-            copied = self._room.get(key)
+            copied = self._memory.get(key)
             if copied is None or copied.dtype != local.dtype or copied.shape != local.shape:
                 copied = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
             kernels.copy_(copied, local)
-            room[key] = copied
+            memory[key] = copied
             devices.add(local.device)
             tensors.append(replace(tensor, local=copied))
         for device in devices:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-        self._room = room
+        self._memory = memory
         return replace(snapshot, tensors=tensors)
 
 

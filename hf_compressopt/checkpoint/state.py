@@ -169,17 +169,18 @@ class LowBitState(State):
     def _described(self, names: Sequence[str], errors: Sequence[ErrorFeedback]) -> list[StateTensor]:
         """Describe worker and server errors."""
 
-    def _room(self, header: Header, entries: Entries) -> list[ErrorFeedback]:
-        """The errors that a load fills, in the form of the checkpoint."""
-        return [errors.room(compact=False) for errors in self._errors]
+    def _to_fill(self, header: Header, entries: Entries) -> list[ErrorFeedback]:
+        """Return the errors that a load fills, in the form of the checkpoint."""
+        return [errors.to_fill(compact=False) for errors in self._errors]
 
     def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
         """Set the errors to zero if the run that saved had none."""
         compression, values = self._compression, header.values
         if header.title != self._title:
             raise ValueError(f"it is of {header.title}, not of {self._title}")
-        saved, rooms = {TensorKey.parse(name).kind for name in entries}, self._room(header, entries)
-        described = self._described(names[0], rooms)
+        saved = {TensorKey.parse(name).kind for name in entries}
+        to_fill = self._to_fill(header, entries)
+        described = self._described(names[0], to_fill)
         check_count("world_size", values.get("world_size"))
         check_count(NODE_SIZE, values.get(NODE_SIZE, 1))
         senders = values["world_size"] // values.get(NODE_SIZE, 1)
@@ -189,15 +190,15 @@ class LowBitState(State):
             )
 
         def commit() -> None:
-            for errors, room in zip(self._errors, rooms, strict=True):
+            for errors, filled in zip(self._errors, to_fill, strict=True):
                 errors.drop()
                 if Kind.WORKER not in saved:
                     errors.zero_()
                     continue
                 if Kind.SERVER not in saved:  # as by FSDP2 without replicas
-                    room.server.zero_()
-                if room is not errors:
-                    errors.copy_(room.worker, room.server)
+                    filled.server.zero_()
+                if filled is not errors:
+                    errors.copy_(filled.worker, filled.server)
             compression.steps, compression.steps_not_finite = values["step"], values["skipped_steps"]
             compression.traffic.restore(values["bytes_sent"])
 
@@ -219,13 +220,13 @@ class CompressionState(LowBitState):
     def header(self) -> dict[str, Any]:
         return {**super().header(), "bucket_numel": self._bucket_numel}
 
-    def _room(self, header: Header, entries: Entries) -> list[ErrorFeedback]:
+    def _to_fill(self, header: Header, entries: Entries) -> list[ErrorFeedback]:
         (errors,), saved = self._errors, entries.get(str(TensorKey(Kind.SERVER, group=0)))
         alike = (self.communicator.world_size, self._bucket_numel) == tuple(
             header.values.get(name) for name in ("world_size", "bucket_numel")
         )
         in_bytes = saved is not None and saved.dtype == "uint8"
-        return [errors.room(compact=in_bytes and alike and self.communicator.levels is None)]
+        return [errors.to_fill(compact=in_bytes and alike and self.communicator.levels is None)]
 
     def _described(self, names: Sequence[str], errors: Sequence[ErrorFeedback]) -> list[StateTensor]:
         return list(errors_of_group(errors[0], 0, self.communicator))

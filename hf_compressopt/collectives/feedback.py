@@ -148,8 +148,9 @@ class StagedErrors(ABC):
 
     def rescale(self, factor: float) -> None:
         """Multiply new errors that no step has used yet: their gradients carried another loss scale than was told."""
-        for _, new, _ in self._written() if self._are_pending else ():
-            keep_(new, values_of(new) * factor)
+        if self._are_pending:
+            for _, new, _ in self._written():
+                keep_(new, values_of(new) * factor)
 
     def _restore(self, chosen: Sequence[bool]) -> None:
         """Give the chosen parameters their old errors among the new ones; empty is none."""
@@ -397,8 +398,8 @@ class ErrorFeedback(StagedErrors):
     def stored_shape(self) -> tuple[int, ...]:
         return tuple(self.worker.shape) if self._communicator.levels is None else (self._layout.numel,)
 
-    def room(self, *, compact: bool) -> ErrorFeedback:
-        """Return these errors if they have this form, else others that have it, to be filled."""
+    def to_fill(self, *, compact: bool) -> ErrorFeedback:
+        """Return errors of a form that a load fills: these if they have it."""
         if compact == self.compact:
             return self
         options = {"compact": compact, "used": self._used, "served": self._served}
@@ -411,7 +412,9 @@ class ErrorFeedback(StagedErrors):
 
     def scale_(self, factors: Sequence[float]) -> None:
         """Multiply the errors of each parameter by its factor."""
-        for error, places in self.places() if self.worker.numel() else ():
+        if not self.worker.numel():
+            return
+        for error, places in self.places():
             values = values_of(error)
             for start, stop, index in places:
                 values[start:stop].mul_(factors[index])

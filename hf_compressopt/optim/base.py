@@ -847,7 +847,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         for state in self._states:
             state.let_all_move()
             if self.plan.stage.number:
-                state.find_still()
+                state.find_without_variance()
 
     # -- numbers and words ---------------------------------------------------------------------------------------------
 

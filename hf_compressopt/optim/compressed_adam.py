@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.optim import options
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.gradients import Grads
-from hf_compressopt.optim.group import GroupState, ParamGroups, mean_variance_norm
+from hf_compressopt.optim.group import GroupState, ParamGroups
+from hf_compressopt.optim.math import sum_of
 from hf_compressopt.optim.options import NO_STATE
 from hf_compressopt.optim.overlap import OverlapSender
 from hf_compressopt.optim.sharded import ShardedOverlap, freeze_moments, take_sharded_step
@@ -118,7 +120,10 @@ class CompressedAdam(CompressedOptimizer):
 
     def _end_warmup(self, plan: StepPlan) -> None:
         super()._end_warmup(plan)
-        names = [name for s in self._states for name, still in zip(s.labels, s.still, strict=True) if still]
+        names: list[str] = []
+        for state in self._states:
+            rows = zip(state.labels, state.without_variance, strict=True)
+            names += [name for name, without_variance in rows if without_variance]
         if names:
             message = (
                 "%d parameter tensor(s) have no variance after the warmup stage and are not updated any more: their "
@@ -199,3 +204,24 @@ class CompressedAdam(CompressedOptimizer):
                 if before is not None:
                     carry_history(before, history, self._step)
                 self._tensors[HISTORY] = history
+
+
+def mean_variance_norm(
+    states: Iterable[GroupState],
+    counts: Callable[[GroupState], tuple[list[float], list[float]]],
+    everyone: Communicator,
+) -> Tensor:
+    """Return the mean over ranks of the 1-norm of the bias-corrected second moments, [] float64, alike on all ranks."""
+    norm = torch.zeros((), dtype=torch.float64, device=everyone.device)
+    for state in states:
+        count = max(counts(state)[1], default=0.0) if state.compressed else 0.0
+        if count == 0:
+            continue
+        correction = 1 - state.options["betas"][1] ** count if state.options["bias_correction"] else 1.0
+        norm += sum_of(state.exp_avg_sq) / correction
+        if state.moments.shards is not None:
+            for part in state.moments.shards.exp_avg_sq:  # a part of the norm, not one rank's view of it
+                norm += sum_of(part) / correction * state.communicator.world_size
+    norm /= everyone.world_size
+    everyone.all_reduce(norm).wait()
+    return norm

@@ -61,8 +61,9 @@ from hf_compressopt.kernels.adam import AdamTensors
 from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, highest_points
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.gradients import Gradients, Grads, MeanNorm, find_fault
-from hf_compressopt.optim.group import CompactMoments, GroupState, MomentShards, ParamGroups, part_of
+from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.math import adam_step_, correct_bias_, sum_of
+from hf_compressopt.optim.moments import CompactMoments, MomentShards, part_of
 from hf_compressopt.optim.overlap import UNCLIPPED, Backward, Key, MessageOf, OverlapSender, SignBucket
 from hf_compressopt.schedules import StepPlan
 
@@ -268,13 +269,13 @@ def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], 
         if floor > 0:
             exp_avg_sq.clamp_(min=floor * total[span.index] / state.layout.numels[span.index])
     points = _tops(state)
-    still = [top <= NO_TOP for top in points]
+    without_variance = [top <= NO_TOP for top in points]
     rows = enumerate(state.feedback)
-    run_tasks(_gather_momentum(state, number, feedback, still) for number, feedback in rows)
+    run_tasks(_gather_momentum(state, number, feedback, without_variance) for number, feedback in rows)
     _compact_of(state).make_codes(points)  # in the memory that the momentum has left, on up to four ranks
     run_tasks(_gather_variance(state, number, points) for number in range(len(state.layout.buckets)))
-    state.moments.shards = None
-    state.find_still()
+    state.moments.drop_shards()
+    state.find_without_variance()
 
 
 def _tops(state: GroupState) -> list[int]:
@@ -288,14 +289,16 @@ def _tops(state: GroupState) -> list[int]:
     return [int(top) for top in tops.tolist()]
 
 
-def _gather_momentum(state: GroupState, number: int, feedback: BucketErrors, still: Sequence[bool]) -> Task[None]:
-    """Bring the momentum of a bucket to all ranks, as signs (5) or in full. That of ``still`` has no error."""
+def _gather_momentum(
+    state: GroupState, number: int, feedback: BucketErrors, without_variance: Sequence[bool]
+) -> Task[None]:
+    """Bring the momentum of a bucket to all ranks, as signs (5) or in full; without a variance it has no error."""
     shards, communicator, bucket = _shards_of(state), state.communicator, state.layout.buckets[number]
     form, exp_avg = state.form, shards.exp_avg[number]
     if bucket.in_full:
         values = yield from _gather_values(state, bucket, exp_avg)
         shards.exp_avg[number] = exp_avg.new_empty(0)
-        _compact_of(state).keep(bucket, Average.of(values))
+        _compact_of(state).store_message(bucket, Average.of(values))
         return
     together, message = own_message(bucket.numel, form, communicator, state.device)
     if exp_avg.numel():
@@ -303,13 +306,13 @@ def _gather_momentum(state: GroupState, number: int, feedback: BucketErrors, sti
         kernels.on(message).compress_(form, Combination.of(exp_avg), missed, message, 1, missed)
         missed.mul_(state.options["betas"][0])
         for span in shards.spans[number]:
-            if still[span.index]:
+            if without_variance[span.index]:
                 part_of(missed, span).zero_()
         keep_(feedback.server, missed)
     shards.exp_avg[number] = exp_avg.new_empty(0)
     del exp_avg
     average = yield from gather_messages(bucket.numel, together, form, communicator)
-    _compact_of(state).keep(bucket, average)
+    _compact_of(state).store_message(bucket, average)
 
 
 def _gather_variance(state: GroupState, number: int, tops: Sequence[int]) -> Task[None]:

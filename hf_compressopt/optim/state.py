@@ -15,8 +15,9 @@ from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.format.index import NODE_SIZE
 from hf_compressopt.optim.gradients import NOISE
-from hf_compressopt.optim.group import PIECES, GroupState, check_pieces, take_pieces
+from hf_compressopt.optim.group import GroupState
 from hf_compressopt.optim.math import is_zero
+from hf_compressopt.optim.moments import MOMENTS, PIECES, check_pieces, take_pieces
 from hf_compressopt.optim.options import check_at_least, check_count, check_group, loadable_group
 from hf_compressopt.optim.overlap import LATE_CLIP
 from hf_compressopt.optim.warmup import ERROR_CLIP, LOSS_SCALE, WarmupGradients
@@ -112,7 +113,6 @@ _LENGTHS = {
     LOSS_SCALE: 1,
     ERROR_CLIP: 2,
 }  # of the tensors that belong to no group
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
@@ -292,11 +292,11 @@ def load_full(optimizer: Stateful, state_dict: dict[str, Any], own: dict[str, An
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         check_group({**group, **saved}, number)
     frozen = type(optimizer.schedule).of(header["schedule"]).plan(header["step"] + 1).stage.number > 0
-    shards = {state: None if frozen else state.room_for_shards() for state in optimizer._states}
+    shards = {state: None if frozen else state.new_shards() for state in optimizer._states}
     for state, index, row in rows:
         check_pieces(row, shards[state] if header.get("rank") == optimizer.communicator.rank else None, index)
     for state in optimizer._states:
-        state.moments = state.moments.room(shards=shards[state])
+        state.moments = state.moments.to_fill(shards=shards[state])
     for state, index, row in rows:
         initial = {extra.name: row.get(extra.plain, extra.initial) for extra in state.extras}
         for name, target in state.torch_state(index).items():
@@ -326,8 +326,8 @@ def _matching_rows(optimizer: Stateful, state_dict: dict[str, Any]) -> list[tupl
         for index, param in enumerate(state.params):
             row = state_dict["state"].get(key[param], {})
             for name, shape in state.shapes(index).items() if row else ():
-                expected = STATE_KEY in state_dict or name in ("step", *_MOMENTS)  # a plain Adam has no others
-                if not expected or (PIECES in row and name in _MOMENTS):
+                expected = STATE_KEY in state_dict or name in ("step", *MOMENTS)  # a plain Adam has no others
+                if not expected or (PIECES in row and name in MOMENTS):
                     continue
                 found = tuple(getattr(row[name], "shape", ())) if name in row else "nothing"
                 if found != shape:

@@ -152,7 +152,7 @@ class WarmupGradients:
         for state in guarded:
             for index in range(len(state.params)):
                 floor_variance_(state.view(state.exp_avg_sq, index), variance_floor)
-            state.find_still([next(largest) for numel in state.layout.numels if numel] if read else None)
+            state.find_without_variance([next(largest) for numel in state.layout.numels if numel] if read else None)
         yield
         for state in guarded:
             state.let_all_move()

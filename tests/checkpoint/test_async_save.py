@@ -108,7 +108,7 @@ def save_on_and_on(rank: int, world_size: int, directory: str) -> list[int]:
         for number in range(3):  # nobody asks for their results
             train(rank, world_size, params, optimizer, range(3 * number, 3 * number + 3))
             async_save_state(optimizer, directory)
-            rooms.append({tensor.data_ptr() for tensor in _BACKGROUNDS[optimizer].copy._room.values()})
+            rooms.append({tensor.data_ptr() for tensor in _BACKGROUNDS[optimizer].copy._memory.values()})
         gate.clear()
         _, other = make(world_size)
         threading.Timer(0.2, gate.set).start()

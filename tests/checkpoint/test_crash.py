@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from hf_compressopt import async_save_state, load_state, save_state
-from hf_compressopt.checkpoint.compressed import room_for_messages
+from hf_compressopt.checkpoint.compressed import empty_messages
 from hf_compressopt.format.index import CheckpointError
-from hf_compressopt.optim.group import CompactMoments
+from hf_compressopt.optim.moments import CompactMoments
 from tests.checkpoint.kinds import train
 from tests.checkpoint.test_checkpoint import make
 from tests.checkpoint.test_resharding import stored
@@ -69,8 +69,8 @@ def take_compact_form(optimizer: Any) -> None:
         if isinstance(state.moments, CompactMoments):
             cut = optimizer.bucket_numel, state.communicator.world_size, optimizer.scale_block
             state.moments.freeze()
-            state.moments.last = room_for_messages(state.layout, *cut, state.device)
-            state.moments.settle()
+            state.moments.last = empty_messages(state.layout, *cut, state.device)
+            state.moments.free_float32()
 
 
 def kill_at(number: int, names: Sequence[str]) -> None:

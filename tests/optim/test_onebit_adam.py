@@ -88,7 +88,7 @@ def test_fused_warmup_prepares_once(monkeypatch: pytest.MonkeyPatch, at_once: bo
             if step == 10:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             if anew:
-                optimizer._states[0].moments.adam = None
+                optimizer._states[0].moments._adam = None
             with mock.patch.object(adam, "AdamPlan", wraps=adam.AdamPlan) as plan:
                 optimizer.step()
             made.append(plan.call_count)

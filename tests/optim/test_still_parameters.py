@@ -87,7 +87,7 @@ def resume_everywhere(rank: int, world_size: int, seeds: range, directory: str) 
                 different.append(f"seed {seed}, step {step}: {name}, {options}")
                 break
         counts["runs"] += 1
-        counts["with still parameters"] += any(any(state.still) for state in optimizer._states)
+        counts["with still parameters"] += any(any(state.without_variance) for state in optimizer._states)
     return counts, different
 
 

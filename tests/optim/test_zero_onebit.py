@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import hf_compressopt
 from hf_compressopt import GradScaler, OnebitAdam, attach_ddp, load_state, save_state
 from hf_compressopt.optim import sharded
-from hf_compressopt.optim.group import CompactMoments, mean_variance_norm
+from hf_compressopt.optim.compressed_adam import mean_variance_norm
+from hf_compressopt.optim.moments import CompactMoments
 from hf_compressopt.optim.overlap import LATE_CLIP
 from tests.checkpoint.test_resharding import stored
 from tests.oracles.cases import bucket_cap
@@ -64,7 +65,7 @@ def test_bytes_of_the_state_and_of_the_peak(rank: int, world_size: int, zero_sta
         return measure
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((CompactMoments, "settle"), (sharded, "all_gather"), (sharded, "gather_messages")):
+        for owner, name in ((CompactMoments, "free_float32"), (sharded, "all_gather"), (sharded, "gather_messages")):
             patch.setattr(owner, name, watched(getattr(owner, name)))
         for step in range(6):
             go_on(rank, params, optimizer, [step])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 from hf_compressopt import GradientCompression, OnebitAdam, OnebitLamb, ZeroOneAdam, average_gradients, cli, quantities
-from hf_compressopt.optim.group import CompactMoments
+from hf_compressopt.optim.moments import CompactMoments
 from hf_compressopt.planner import cost, report
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ZERO_ONE_LOCAL, Cluster, Model, Training
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
