@@ -30,12 +30,10 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.checkpoint.state import (
     COMPRESSED,
-    MOMENTS,
     PLAIN,
     Entries,
     FSDPState,
     Header,
-    Kind,
     Names,
     State,
 )
@@ -53,12 +51,13 @@ from hf_compressopt.format.index import (
     errors_naming,
     name_by_place,
 )
-from hf_compressopt.format.plan import MASTER, Per, Plan, Read, StateTensor, TensorKey, plan_reads
+from hf_compressopt.format.plan import MASTER, Kind, Per, Plan, Read, StateTensor, TensorKey, plan_reads
 from hf_compressopt.format.shards import ShardFiles, absent_shards, not_whole, progress
 from hf_compressopt.kernels import Average, CompactErrors, SignFormat
 from hf_compressopt.kernels.compact import ERROR_FORMAT, check_tops, decode_variance
 from hf_compressopt.kernels.memory import flat_view, is_direct
 from hf_compressopt.kernels.messages import travels_beside_signs
+from hf_compressopt.optim.moments import MOMENTS
 from hf_compressopt.optim.options import check_count, check_scale_block
 from hf_compressopt.optim.state import IN_FULL
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.state import Entries, Header, Kind, LoadPlan, Names, State, not_alike
+from hf_compressopt.checkpoint.state import Entries, Header, LoadPlan, Names, State, not_alike
 from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.feedback import keep_, values_of
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.format.index import NODE_SIZE, TensorEntry, name_by_place
-from hf_compressopt.format.plan import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
+from hf_compressopt.format.plan import MASTER, REPLICA, Kind, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
 from hf_compressopt.kernels import CompactErrors
 from hf_compressopt.optim.options import check_count, check_plain, check_ranks, group_from_plain, plain_group
 from hf_compressopt.zero.optimizer import ZeroOptimizer

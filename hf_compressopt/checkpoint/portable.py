@@ -23,7 +23,6 @@ from hf_compressopt.checkpoint.io import has_checkpoint, save_state
 from hf_compressopt.checkpoint.load import AdamView, Entry
 from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.checkpoint.save import bytes_of
-from hf_compressopt.checkpoint.state import MOMENTS, Kind
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import (
     BY_PLACE,
@@ -37,8 +36,9 @@ from hf_compressopt.format.index import (
     find_indices,
     name_by_place,
 )
-from hf_compressopt.format.plan import MASTER
+from hf_compressopt.format.plan import MASTER, Kind
 from hf_compressopt.format.shards import ShardFiles, durable_file, temporary_name, write_shard
+from hf_compressopt.optim.moments import MOMENTS
 from hf_compressopt.optim.options import check_at_least, check_betas
 from hf_compressopt.optim.state import STATE_KEY
 

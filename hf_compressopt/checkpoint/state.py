@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,28 +15,20 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.feedback import ErrorFeedback
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import NODE_SIZE, TensorEntry
-from hf_compressopt.format.plan import StateTensor, TensorKey, dtype_name
+from hf_compressopt.format.plan import Kind, StateTensor, TensorKey, dtype_name
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
+from hf_compressopt.optim.describe import errors_of_group
 from hf_compressopt.optim.options import check_count, names_by_group
 
 #: The optimizers whose state is Adam's moments: as they are, or inside a ZeroOptimizer.
 PLAIN = ("AdamW", "Adam", "FusedAdam", "Lamb")
 COMPRESSED = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Names = Sequence[Sequence[str]]  # of the parameters, per param group
 Entries = Mapping[str, TensorEntry]  # the tensors of a checkpoint, by name
 #: What a load reads, into memory that may be the optimizer's own, and a function that then takes over the header, and
 #: what was read into other memory.
 LoadPlan = tuple[Sequence[StateTensor], Callable[[], None]]
-
-
-class Kind:
-    """Kinds of tensors other than moments."""
-
-    WORKER, SERVER, STEP = "worker_error", "server_error", "step"
-    CODE, TOP = "exp_avg_sq_code", "exp_avg_sq_top"  # of a variance in 8 bits
-    MESSAGE = "exp_avg_message"  # which is the momentum
 
 
 @dataclass(frozen=True)
@@ -117,19 +109,6 @@ def not_alike(key: object) -> str:
         f"{key} is not the same for all parts of the parameter, so that a checkpoint cannot hold it as one number: "
         "the optimizer is not element-wise; use it without ZeRO, or save optimizer.state_dict() on every rank"
     )
-
-
-def errors_of_group(errors: ErrorFeedback, group: int, communicator: Communicator) -> Iterator[StateTensor]:
-    """Describe the errors of a param group as they are stored: of each rank or node, and of the servers."""
-    place = communicator.topology
-    own: dict[str, Any] = {"of_each_rank": True, "node_size": place.node_size}
-    for key, parts, options in (
-        (TensorKey(Kind.WORKER, group=group, rank=place.node), errors.stored_worker(), own),
-        (TensorKey(Kind.SERVER, group=group), errors.stored_server(), {}),
-    ):
-        for start, part in parts:
-            if part.numel():
-                yield StateTensor.of(key, part, errors.stored_shape, start, is_error=True, **options)
 
 
 # -- the errors of gradients that are compressed in DDP or FSDP2 -------------------------------------------------------

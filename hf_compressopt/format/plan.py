@@ -27,6 +27,19 @@ MASTER = "master"
 REPLICA = "replica"
 
 
+class Kind:
+    """Kinds of tensors other than moments and what algorithms add to them."""
+
+    WORKER = "worker_error"
+    SERVER = "server_error"
+    STEP = "step"
+    CODE = "exp_avg_sq_code"  # of a variance in 8 bits
+    TOP = "exp_avg_sq_top"
+    MESSAGE = "exp_avg_message"  # which is the momentum
+    MASK = "exp_avg_mask"  # of a param group
+    OPTIMIZER = "optimizer"  # of tensors that belong to no group
+
+
 class Per(Enum):
     """Unit for which a parameter has one value; the value of a member begins the tensor's name."""
 

@@ -16,6 +16,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import BucketErrors
 from hf_compressopt.collectives.feedback import ErrorFeedback
 from hf_compressopt.flat import Bucket, FlatLayout
+from hf_compressopt.format.plan import Kind
 from hf_compressopt.kernels import Average, Descent, Segment, SignFormat, Variance
 from hf_compressopt.kernels.memory import dense_values
 from hf_compressopt.kernels.messages import travels_beside_signs, travels_in_full
@@ -127,6 +128,10 @@ class GroupState:
     def variance(self, bucket: Bucket) -> Variance:
         return self.moments.variance(bucket.start, bucket.stop)
 
+    def take_moments(self, moments: Moments) -> None:
+        """Go on from moments that were loaded."""
+        self.moments = moments
+
     def store_momentum(self, bucket: Bucket, average: Average) -> Tensor | None:
         """Make an average the momentum of a bucket: see :meth:`Moments.store`."""
         masked = self.options.get("exp_avg_mask") is not None
@@ -165,29 +170,34 @@ class GroupState:
 
     def torch_state(self, index: int) -> MutableMapping[str, Any]:
         """Return the entry of ``optimizer.state[p]``: views of the flat buffers, or what decodes compact forms."""
-        return self.moments.shown(partial(self._readers, index))
+        return self.moments.shown(partial(self.readers, index))
 
     def beside_moments(self, per: str) -> dict[str, Tensor]:
         """Return the state beside the moments, by name: per "element", flat, per "parameter", or per "group"."""
-        held = self.group_extra if per == "group" else self.extra
-        counts = {"step": self.steps} if per == "parameter" else {}
-        return counts | {extra.name: held[extra.name] for extra in self.extras if extra.per == per}
+        values = self.group_extra if per == "group" else self.extra
+        counts = {Kind.STEP: self.steps} if per == "parameter" else {}
+        return counts | {extra.name: values[extra.name] for extra in self.extras if extra.per == per}
 
-    def _readers(self, index: int) -> dict[str, Callable[[], Any]]:
-        """Return what returns each value of the state of a parameter; of shared moments this rank's pieces."""
-        shape, shards = self.params[index].shape, self.moments.shards
-        readers: dict[str, Callable[[], Any]] = {"step": lambda: self.steps[index]}
-        if shards is not None:
-            return {**readers, PIECES: lambda: shards.pieces(index)}
-        readers["exp_avg"] = lambda: self._exp_avg_of(index).view(shape)
-        if self.moments.has_variance:
-            readers["exp_avg_sq"] = lambda: self.moments.exp_avg_sq_of(index).view(shape)
-        flat, counts = self.beside_moments("element"), self.beside_moments("parameter")
-        readers |= {name: partial(self.view, values, index) for name, values in flat.items()}
-        return readers | {name: partial(values.__getitem__, index) for name, values in counts.items()}
+    def readers(self, index: int, moments: Moments | None = None) -> dict[str, Callable[[], Any]]:
+        """Return what returns each value of the state of a parameter; of shared moments this rank's pieces.
 
-    def _exp_avg_of(self, index: int) -> Tensor:
-        return self.moments.exp_avg_of(index, without_variance=self.without_variance[index])
+        ``moments``: those that a load fills, in the place of the group's.
+        """
+        moments = moments or self.moments
+        shape = self.params[index].shape
+        readers: dict[str, Callable[[], Any]] = {Kind.STEP: partial(self.steps.__getitem__, index)}
+        if moments.shards is not None:
+            readers[PIECES] = partial(moments.shards.pieces, index)
+        else:
+            without_variance = self.without_variance[index]
+            readers["exp_avg"] = lambda: moments.exp_avg_of(index, without_variance=without_variance).view(shape)
+            if moments.has_variance:
+                readers["exp_avg_sq"] = lambda: moments.exp_avg_sq_of(index).view(shape)
+        for name, values in self.beside_moments("element").items():
+            readers[name] = partial(self.view, values, index)
+        for name, values in self.beside_moments("parameter").items():
+            readers[name] = partial(values.__getitem__, index)
+        return readers
 
     def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
         """Return the shape of each value of the state of a parameter, as it is if every rank has all of it."""

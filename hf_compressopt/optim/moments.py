@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import Bucket, FlatLayout, Span
+from hf_compressopt.format.plan import Kind
 from hf_compressopt.kernels import Average, LogVariance, SignFormat, Variance, on
 from hf_compressopt.kernels.adam import AdamPlan, AdamTensors
 from hf_compressopt.kernels.compact import (
@@ -436,7 +437,7 @@ class CompactMoments(Moments):
         if not self.last or self._layout.starts[index] >= self._layout.in_messages.numel:  # else messages have it
             stored["exp_avg"] = self.exp_avg_of(index, without_variance=False)
         if self.codes.numel():
-            stored["exp_avg_sq_code"] = self._part(self.codes, index)
+            stored[Kind.CODE] = self._part(self.codes, index)
         elif self.has_variance:
             stored["exp_avg_sq"] = self._part(self.exp_avg_sq, index)
         return stored

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +15,12 @@ from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.format.index import NODE_SIZE
+from hf_compressopt.format.plan import Kind
+from hf_compressopt.optim.describe import GroupTensors
 from hf_compressopt.optim.gradients import NOISE
 from hf_compressopt.optim.group import GroupState
 from hf_compressopt.optim.math import is_zero
-from hf_compressopt.optim.moments import MOMENTS, PIECES, check_pieces, take_pieces
+from hf_compressopt.optim.moments import MOMENTS, PIECES, check_pieces
 from hf_compressopt.optim.options import check_at_least, check_count, check_group, loadable_group
 from hf_compressopt.optim.overlap import LATE_CLIP
 from hf_compressopt.optim.warmup import ERROR_CLIP, LOSS_SCALE, WarmupGradients
@@ -208,13 +211,13 @@ def load_header(optimizer: Stateful, header: dict[str, Any]) -> None:
     if bool(header.get(SHARED_OUT)) != _shares_out(optimizer):
         for state in optimizer._states:
             state.errors.server.zero_()
-    mine, schedule = optimizer.schedule.options(), type(optimizer.schedule).of(header["schedule"])
+    before = optimizer.schedule.options()
     optimizer._step = header["step"]
-    optimizer._take_schedule(schedule)
-    replaced = optimizer.schedule.options() != mine and "auto" not in mine.values()
+    optimizer._take_schedule(type(optimizer.schedule).of(header["schedule"]))
+    replaced = optimizer.schedule.options() != before and AUTO not in before.values()
     if replaced and optimizer.communicator.rank == 0:
         message = "the schedule of the loaded state, %s, replaces %s"
-        write_log(logger, logging.WARNING, message, header["schedule"], mine)
+        write_log(logger, logging.WARNING, message, header["schedule"], before)
     optimizer.lr_warmup = _lr_warmup_of(optimizer, header)
     optimizer.skipped_steps = header["skipped_steps"]
     optimizer.rounds = header["rounds"]
@@ -239,9 +242,9 @@ def _lr_warmup_of(optimizer: Stateful, header: dict[str, Any]) -> Warmup:
 def plain_header(optimizer: Stateful, step: int) -> dict[str, Any]:
     ended = step >= optimizer.schedule.last_warmup_step
     schedule = (optimizer.schedule.frozen_at(step + 1) if ended else optimizer.schedule).options()
-    mine = header_of(optimizer)
-    del mine["lr_warmup"]  # what was imported does not tell it
-    return {**mine, "schedule": schedule, "step": step, "skipped_steps": 0, "rounds": step, "bytes_sent": 0}
+    header = header_of(optimizer)
+    del header["lr_warmup"]  # what was imported does not tell it
+    return {**header, "schedule": schedule, "step": step, "skipped_steps": 0, "rounds": step, "bytes_sent": 0}
 
 
 def check_tensors(tensors: dict[str, Tensor], schedule: Schedule, *, has_variance: bool = True) -> None:
@@ -251,16 +254,39 @@ def check_tensors(tensors: dict[str, Tensor], schedule: Schedule, *, has_varianc
         length, numel = _LENGTHS[name], tensor.numel()
         fits = tensor.dim() == 1 and (numel == length or (length is None and numel >= 2))
         if tensor.dtype != torch.float64 or not fits:
-            found = f"{tensor.dtype} {list(tensor.shape)}"
-            raise ValueError(f"{name!r} must be float64 [{length or '2 or more'}], got {found}")
+            got = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{name!r} must be float64 [{length or '2 or more'}], got {got}")
     if HISTORY not in tensors and schedule.freeze_step == AUTO and has_variance:
         raise ValueError(f"freeze_step is 'auto', and there is no {HISTORY!r}")
 
 
-def take_tensors(optimizer: Stateful, tensors: dict[str, Tensor]) -> None:
-    """Take over optimizer-wide tensors that were checked, in place: others hold the dict."""
-    optimizer._tensors.clear()
-    optimizer._tensors.update(tensors)
+@dataclass(frozen=True)
+class StateToLoad:
+    """A checked state on its way into an optimizer, from a state dict or from files: what is filled, and taken over."""
+
+    optimizer: Stateful
+    header: dict[str, Any]
+    param_groups: Sequence[dict[str, Any]]  # hyperparameters
+    groups: Sequence[GroupTensors]  # which a load fills
+    tensors: dict[str, Tensor]  # that belong to no group, likewise
+
+    def commit(self) -> None:
+        """Take over what was filled."""
+        optimizer = self.optimizer
+        load_groups(optimizer, self.param_groups)
+        frozen = variance_is_frozen(optimizer, self.header)
+        for group in self.groups:
+            group.commit(frozen=frozen)
+        optimizer._tensors.clear()  # in place: others hold the dict
+        optimizer._tensors.update(self.tensors)
+        load_header(optimizer, self.header)
+        optimizer._state_loaded()
+
+
+def variance_is_frozen(optimizer: Stateful, header: dict[str, Any]) -> bool:
+    """Return whether the variance does not change in the step that follows a state."""
+    schedule = type(optimizer.schedule).of(header["schedule"])
+    return schedule.plan(header["step"] + 1).stage.number > 0
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------------
@@ -272,17 +298,18 @@ def own_state(optimizer: Stateful) -> dict[str, Any]:
         **header_of(optimizer),
         **({WRITTEN: True} if optimizer._parameters_were_replaced() else {}),
         "rank": optimizer.communicator.rank,
-        "worker_error": [state.errors.worker for state in states],
-        "server_error": [state.errors.server for state in states],
-        "group_tensors": [dict(state.group_extra) for state in states],
+        Kind.WORKER: [state.errors.worker for state in states],
+        Kind.SERVER: [state.errors.server for state in states],
+        "group_tensors": [state.beside_moments("group") for state in states],
         "tensors": dict(optimizer.tensors_of_all_groups()),
     }
 
 
 def load_full(optimizer: Stateful, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
+    """Load a state dict with its header, or a plain one of torch's Adam; nothing changes if it does not fit."""
     rows = _matching_rows(optimizer, state_dict)
     if own is None:
-        steps = [int(row["step"]) for _, _, row in rows if row]
+        steps = [int(row[Kind.STEP]) for _, _, row in rows if row]
         header = plain_header(optimizer, max(steps, default=0))
     else:
         header = own
@@ -291,70 +318,62 @@ def load_full(optimizer: Stateful, state_dict: dict[str, Any], own: dict[str, An
     saved_groups = [loadable_group(group) for group in state_dict["param_groups"]]
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         check_group({**group, **saved}, number)
-    frozen = type(optimizer.schedule).of(header["schedule"]).plan(header["step"] + 1).stage.number > 0
-    shards = {state: None if frozen else state.new_shards() for state in optimizer._states}
-    for state, index, row in rows:
-        check_pieces(row, shards[state] if header.get("rank") == optimizer.communicator.rank else None, index)
-    for state in optimizer._states:
-        state.moments = state.moments.to_fill(shards=shards[state])
-    for state, index, row in rows:
-        initial = {extra.name: row.get(extra.plain, extra.initial) for extra in state.extras}
-        for name, target in state.torch_state(index).items():
-            put = take_pieces if name == PIECES else _assign
-            put(target, row if name == PIECES else row.get(name, initial.get(name, 0.0)))
-    for number, state in enumerate(optimizer._states):
-        for extra in state.extras:
-            if extra.per == "group":
-                value = extra.initial if own is None else own["group_tensors"][number][extra.name]
-                _assign(state.group_extra[extra.name], value)
+    frozen = variance_is_frozen(optimizer, header)
+    groups = [GroupTensors.to_fill(state, frozen=frozen) for state in optimizer._states]
+    of_this_rank = header.get("rank") == optimizer.communicator.rank
+    for number, index, row in rows:
+        check_pieces(row, groups[number].moments.shards if of_this_rank else None, index)
+    for number, index, row in rows:
+        groups[number].fill_parameter(index, row)
+    for number, group_tensors in enumerate(groups):
+        group_tensors.fill_group({} if own is None else own["group_tensors"][number])
     _load_errors(optimizer, own)
-    if own is not None:
-        take_tensors(optimizer, {name: tensor.clone() for name, tensor in own["tensors"].items()})
-    else:
-        for tensor in optimizer._tensors.values():
-            tensor.zero_()
-    load_groups(optimizer, saved_groups)
-    load_header(optimizer, header)
-    optimizer._state_loaded()
+    saved_tensors = optimizer._tensors if own is None else own["tensors"]
+    tensors = {name: torch.zeros_like(t) if own is None else t.clone() for name, t in saved_tensors.items()}
+    StateToLoad(optimizer, header, saved_groups, groups, tensors).commit()
 
 
-def _matching_rows(optimizer: Stateful, state_dict: dict[str, Any]) -> list[tuple[GroupState, int, dict[str, Any]]]:
-    """Return each trainable parameter with its saved state; {} if a plain state dict has none for it."""
+def _matching_rows(optimizer: Stateful, state_dict: dict[str, Any]) -> list[tuple[int, int, dict[str, Any]]]:
+    """Return the saved state of each trainable parameter, with its group and its place; {} if there is none for it."""
     saved_groups, rows = matching_groups(optimizer, state_dict), []
     for group, saved_group, state in zip(optimizer.param_groups, saved_groups, optimizer._states, strict=True):
         key = dict(zip(group["params"], saved_group["params"], strict=True))
         for index, param in enumerate(state.params):
             row = state_dict["state"].get(key[param], {})
-            for name, shape in state.shapes(index).items() if row else ():
-                expected = STATE_KEY in state_dict or name in ("step", *MOMENTS)  # a plain Adam has no others
-                if not expected or (PIECES in row and name in MOMENTS):
-                    continue
-                found = tuple(getattr(row[name], "shape", ())) if name in row else "nothing"
-                if found != shape:
-                    raise ValueError(
-                        f"{name} of parameter {key[param]} must have shape {shape}, the state dict has {found}"
-                    )
-            rows.append((state, index, row))
+            if row:
+                _check_row(row, state.shapes(index), key[param], whole=STATE_KEY in state_dict)
+            rows.append((state.number, index, row))
     return rows
+
+
+def _check_row(row: dict[str, Any], shapes: dict[str, tuple[int, ...]], key: Any, *, whole: bool) -> None:
+    """Check the shapes in the saved state of a parameter. ``whole``: it is of this class, and not a plain Adam's."""
+    for name, shape in shapes.items():
+        expected = whole or name in (Kind.STEP, *MOMENTS)
+        if not expected or (PIECES in row and name in MOMENTS):
+            continue
+        saved = tuple(getattr(row[name], "shape", ())) if name in row else "nothing"
+        if saved != shape:
+            raise ValueError(f"{name} of parameter {key} must have shape {shape}, the state dict has {saved}")
 
 
 def _check_errors(optimizer: Stateful, own: dict[str, Any]) -> None:
     ranks = optimizer.communicator
-    for name, saved, mine in (
+    for name, saved, present in (
         ("world_size", own["world_size"], ranks.world_size),
         (NODE_SIZE, own.get(NODE_SIZE, 1), ranks.topology.node_size),
     ):
-        if saved != mine:
+        if saved != present:
             raise ValueError(
-                f"the state dict was saved with {name}={saved}, this one has {mine}: resume on as many ranks and in "
+                f"the state dict was saved with {name}={saved}, this one has {present}: resume on as many ranks and in "
                 "the same topology, or use hf_compressopt.save_state and load_state, which work on any ranks and nodes"
             )
-    if own["rank"] != ranks.rank and not all(map(is_zero, [*own["worker_error"], *own["server_error"]])):
+    if own["rank"] != ranks.rank and not all(map(is_zero, [*own[Kind.WORKER], *own[Kind.SERVER]])):
         raise ValueError(
             f"the state dict was saved by rank {own['rank']}, whose errors differ from those of rank {ranks.rank}: use "
             "hf_compressopt.save_state and load_state, which keep the errors of every rank"
         )
-    for place, name in enumerate(("worker_error", "server_error")):
+    for place, name in enumerate((Kind.WORKER, Kind.SERVER)):
         saved = [error.numel() for error in own[name]]
         sizes = [
             state.errors.sizes_of(error.dtype)[place]
@@ -368,16 +387,14 @@ def _check_errors(optimizer: Stateful, own: dict[str, Any]) -> None:
 
 def _load_errors(optimizer: Stateful, own: dict[str, Any] | None) -> None:
     """Take over the errors of a state dict that was checked; zeros if it has none, or is another rank's."""
-    mine = own if own is not None and own["rank"] == optimizer.communicator.rank else None
     for number, state in enumerate(optimizer._states):
-        saved = (_NOTHING, _NOTHING) if mine is None else (mine["worker_error"][number], mine["server_error"][number])
+        saved = None
+        if own is not None and own["rank"] == optimizer.communicator.rank:
+            saved = own[Kind.WORKER][number], own[Kind.SERVER][number]
         if optimizer.communicator.world_size == 1:
-            state.errors.take(*(error.clone() for error in saved))
-        elif mine is not None:
+            worker, server = saved or (_NOTHING, _NOTHING)
+            state.errors.take(worker.clone(), server.clone())
+        elif saved is not None:
             state.errors.copy_(*saved)
         else:
             state.errors.zero_()
-
-
-def _assign(target: Tensor, value: Any) -> None:
-    target.copy_(value) if isinstance(value, Tensor) else target.fill_(float(value))
