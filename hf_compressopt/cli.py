@@ -137,11 +137,11 @@ def _selftest(arguments: argparse.Namespace) -> int:
     from hf_compressopt import selftest
 
     try:
-        found = selftest.run(arguments.gpu)
+        results = selftest.run(arguments.gpu)
     except RuntimeError as error:
         return _complain("selftest", error)
-    print(json.dumps(found, indent=2) if arguments.json else "\n".join(selftest.render(found)))
-    return 0 if found["passed"] else 1
+    print(json.dumps(results, indent=2) if arguments.json else "\n".join(selftest.render(results)))
+    return 0 if results["passed"] else 1
 
 
 def _advise(arguments: argparse.Namespace) -> int:
@@ -164,9 +164,9 @@ def _from_deepspeed(arguments: argparse.Namespace) -> int:
     from hf_compressopt.integrations import deepspeed
 
     config = deepspeed.read_config(arguments.config)
-    found = deepspeed.translate(config, ranks=arguments.ranks, same_arithmetic=arguments.same_arithmetic)
-    print(json.dumps(deepspeed.as_json(found), indent=2) if arguments.json else deepspeed.render(found))
-    return 1 if found.lost else 0
+    translation = deepspeed.translate(config, ranks=arguments.ranks, same_arithmetic=arguments.same_arithmetic)
+    print(json.dumps(deepspeed.as_json(translation), indent=2) if arguments.json else deepspeed.render(translation))
+    return 1 if translation.lost else 0
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -176,13 +176,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
     """
     from hf_compressopt.format import inspect
 
-    found = inspect.collect(arguments.directory, prefix=arguments.prefix, verify=arguments.verify)
-    if not found:
+    checkpoints = inspect.collect(arguments.directory, prefix=arguments.prefix, verify=arguments.verify)
+    if not checkpoints:
         last = inspect.last_checkpoint(arguments.directory)
         there = f": its last one is {last}" if last else ""
         return _complain("inspect", f"{arguments.directory} holds no checkpoint of hf_compressopt itself{there}")
-    print(json.dumps(found, indent=2) if arguments.json else "\n\n".join(map(inspect.render, found)))
-    return 1 if any(facts["problems"] for facts in found) else 0
+    print(json.dumps(checkpoints, indent=2) if arguments.json else "\n\n".join(map(inspect.render, checkpoints)))
+    return 1 if any(facts["problems"] for facts in checkpoints) else 0
 
 
 def _consolidate(arguments: argparse.Namespace) -> int:

@@ -80,12 +80,12 @@ def _library(device_type: str) -> dict[str, Any]:
 
     path, problem = library.path_of(device_type), library.why_not(torch.device(device_type, 0))
     built = library.what_was_built() if device_type == "cuda" else ""
-    found: dict[str, Any] = {"path": str(path), "built": built or None, "problem": problem or None}
+    facts: dict[str, Any] = {"path": str(path), "built": built or None, "problem": problem or None}
     try:
-        found["instruction_set"] = library.instruction_set(device_type)
+        facts["instruction_set"] = library.instruction_set(device_type)
     except RuntimeError:
-        return {**found, "instruction_set": None, "interface": None}
-    return {**found, "interface": ctypes.CDLL(str(path)).co_abi_version()}
+        return {**facts, "instruction_set": None, "interface": None}
+    return {**facts, "interface": ctypes.CDLL(str(path)).co_abi_version()}
 
 
 def _library_text(library: dict[str, Any]) -> str:
@@ -105,8 +105,8 @@ def _driver() -> str | None:
     if query(ctypes.byref(offered)) != 0 or offered.value == 0:
         return None
     text = f"CUDA {offered.value // 1000}.{offered.value % 1000 // 10}"
-    said = _NVIDIA_DRIVER.read_text() if _NVIDIA_DRIVER.exists() else ""
-    release = re.search(r"Module.*?\s(\d+\.[\d.]+)", said)
+    version = _NVIDIA_DRIVER.read_text() if _NVIDIA_DRIVER.exists() else ""
+    release = re.search(r"Module.*?\s(\d+\.[\d.]+)", version)
     return f"{release[1]} ({text})" if release else text
 
 
@@ -114,8 +114,8 @@ def _gpus() -> list[str]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = [torch.cuda.get_device_properties(index) for index in range(count)]
-    return [f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.1f} GiB" for gpu in found]
+    cards = [torch.cuda.get_device_properties(index) for index in range(count)]
+    return [f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.1f} GiB" for gpu in cards]
 
 
 def _backends() -> list[str]:
@@ -153,16 +153,16 @@ def _kernels(problems: list[str]) -> dict[str, Any]:
 
     from hf_compressopt.kernels import library
 
-    found: dict[str, Any] = {"setting": os.environ.get(library.VARIABLE)}
+    in_use: dict[str, Any] = {"setting": os.environ.get(library.VARIABLE)}
     for name in ("cpu", "cuda"):
         if name == "cuda" and not torch.cuda.is_available():
-            found[name] = "no GPU"
+            in_use[name] = "no GPU"
             continue
         try:
             is_native = library.available(torch.device(name, 0))
         except (ValueError, RuntimeError) as error:
             problems.append(str(error))
-            found[name] = "an error"
+            in_use[name] = "an error"
         else:
-            found[name] = f"native, {library.instruction_set(name)}" if is_native else "reference"
-    return found
+            in_use[name] = f"native, {library.instruction_set(name)}" if is_native else "reference"
+    return in_use

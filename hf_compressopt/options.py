@@ -7,12 +7,16 @@ the types, defaults and descriptions here.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import types
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import field
 from difflib import get_close_matches
-from functools import cache
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+_Class = TypeVar("_Class", bound=type)
 
 #: Arguments that are accepted and that nobody has to set: spellings of DeepSpeed and torch, what is found by itself.
 ACCEPTED = (
@@ -43,17 +47,19 @@ def options_of(cls: type) -> dict[str, Option]:
     for base in reversed(cls.__mro__):
         for documented in (base, vars(base).get("__init__"), vars(base).get("config_class")):
             described.update(descriptions(documented))
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     for init in _constructors(cls):
         hints = get_type_hints(init)
         for name, parameter in inspect.signature(init).parameters.items():
-            if name in (*_NOT_OPTIONS, *found) or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            if name in (*_NOT_OPTIONS, *options) or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
             kind, keyword = parameter.annotation, parameter.kind is parameter.KEYWORD_ONLY
             annotation = kind if isinstance(kind, str) else inspect.formatannotation(kind)
-            kinds = _kinds_of(hints.get(name))
-            found[name] = Option(kinds, parameter.default, annotation, keyword, described.get(name, ""))
-    return found
+            kinds, default = _kinds_of(hints.get(name)), parameter.default
+            if init is vars(cls).get("__init__"):
+                default = _declared_defaults(cls).get(name, default)
+            options[name] = Option(kinds, default, annotation, keyword, described.get(name, ""))
+    return options
 
 
 def _constructors(cls: type) -> Iterator[Callable[..., None]]:
@@ -70,17 +76,65 @@ def _constructors(cls: type) -> Iterator[Callable[..., None]]:
 
 def descriptions(documented: object) -> dict[str, str]:
     """The description of each name in the ``Args`` or ``Attributes`` of a docstring; a class must have it itself."""
-    own = vars(documented).get("__doc__") if isinstance(documented, type) else getattr(documented, "__doc__", "")
-    found = re.search(r"^(?:Args|Attributes):\n(.*?)(?:^\S|\Z)", inspect.cleandoc(own or ""), re.S | re.M)
-    entries = re.split(r"^ {4}(?=\S)", found[1], flags=re.M)[1:] if found else []
+    text = vars(documented).get("__doc__") if isinstance(documented, type) else getattr(documented, "__doc__", "")
+    section = re.search(r"^(?:Args|Attributes):\n(.*?)(?:^\S|\Z)", inspect.cleandoc(text or ""), re.S | re.M)
+    entries = re.split(r"^ {4}(?=\S)", section[1], flags=re.M)[1:] if section else []
     pairs = (entry.partition(":") for entry in entries)
-    return {name.strip("* "): " ".join(text.split()) for name, _, text in pairs}
+    return {name.strip("* "): " ".join(words.split()) for name, _, words in pairs}
 
 
 def _kinds_of(hint: Any) -> tuple[type, ...]:
     alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds = tuple(kind for kind in alternatives if kind in (bool, int, float, str, type(None)))
     return kinds if any(kind is not type(None) for kind in kinds) else ()
+
+
+# -- environment variables ---------------------------------------------------------------------------------------------
+
+PREFIX = "COMPRESSOPT_"
+_SHORT = {"optimizer": f"{PREFIX}OPTIM"}  # another variable of the option
+
+
+def with_variables(cls: _Class) -> _Class:
+    """Have the fields of a dataclass default from their environment variables, COMPRESSOPT_<FIELD>, if these are set.
+
+    A decorator of a class before it is made a dataclass.
+    """
+    for name, hint in get_type_hints(cls).items():
+        default = getattr(cls, name)
+        read = partial(_read_or, default, name, _kinds_of(hint))
+        setattr(cls, name, field(default_factory=read, metadata={"default": default}))
+    return cls
+
+
+def _declared_defaults(cls: type) -> dict[str, Any]:
+    rows = getattr(cls, "__dataclass_fields__", {}).items()
+    return {name: row.metadata["default"] for name, row in rows if "default" in row.metadata}
+
+
+def _read_or(default: Any, name: str, kinds: tuple[type, ...]) -> Any:
+    return read_variables({name: kinds}).get(name, default)
+
+
+def variables_of(name: str) -> list[str]:
+    """The environment variables of an option."""
+    return [*filter(None, [_SHORT.get(name)]), f"{PREFIX}{name.upper()}"]
+
+
+def read_variables(kinds: dict[str, tuple[type, ...]]) -> dict[str, Any]:
+    """The values of options, by name, that environment variables set; an empty variable sets nothing."""
+    values: dict[str, Any] = {}
+    for name in kinds:
+        texts = {variable: text for variable in variables_of(name) if (text := os.environ.get(variable))}
+        if len(set(texts.values())) > 1:
+            both = " and ".join(f"{variable}={text}" for variable, text in texts.items())
+            raise ValueError(f"{both} differ: set one of them")
+        for variable, text in texts.items():
+            values[name] = parse(variable, text, kinds[name])
+    return values
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def parse(name: str, text: str, kinds: tuple[type, ...]) -> Any:

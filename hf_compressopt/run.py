@@ -36,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _find_modules_beside(target[0])
     from hf_compressopt.collectives.torch_dist import announced
     from hf_compressopt.integrations.accelerate import adopt_accelerators
-    from hf_compressopt.integrations.plugin import watch_variables, why_unread
+    from hf_compressopt.integrations.plugin import UNREAD
     from hf_compressopt.integrations.trainer import note_command_line, register
 
     try:
         announced("WORLD_SIZE")
         register()
         adopt_accelerators()
-        watch_variables()
+        UNREAD.watch_variables()
         note_command_line(argv[1 + is_module :])
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.code == 2 and (hint := _hint_of_optim(argv)):  # the script's own parser has refused an argument
             print(f"[hf_compressopt] {hint}", file=sys.stderr)
         raise
-    if unread := why_unread():
+    if unread := UNREAD.describe_variables():
         print(f"[hf_compressopt] {unread}", file=sys.stderr)
     return 0
 
@@ -77,9 +77,8 @@ def _refuses_an_option(error: ValueError) -> bool:
         "__init__",
         "__post_init__",
         "_attach",
-        "_options_of",
+        "trainer_options",
         "check_variables",
-        "check_read",
         "_refuse_processes_apart",
         "_get_optimizer_cls_and_kwargs",
     }
@@ -91,10 +90,10 @@ def _hint_of_optim(words: Sequence[str]) -> str:
     from hf_compressopt.integrations.algorithms import OPTIMIZERS, ZERO_NAMES
     from hf_compressopt.options import did_you_mean
 
-    given = [after for word, after in zip(words, words[1:], strict=False) if word == "--optim"]
-    given += [word.partition("=")[2] for word in words if word.startswith("--optim=")]
+    names = [after for word, after in zip(words, words[1:], strict=False) if word == "--optim"]
+    names += [word.partition("=")[2] for word in words if word.startswith("--optim=")]
     legal = (*OPTIMIZERS, *ZERO_NAMES)
-    hints = [f"--optim {name}{did_you_mean(name, legal)}" for name in given if name not in legal]
+    hints = [f"--optim {name}{did_you_mean(name, legal)}" for name in names if name not in legal]
     return "; ".join(hint for hint in hints if "did you mean" in hint)
 
 

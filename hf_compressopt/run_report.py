@@ -37,9 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     state = find_state(Path(arguments.directory))
     lines, totals = read(state)
-    found = {"log": str(state), **totals, "lines": [vars(line) for line in lines]}
+    facts = {"log": str(state), **totals, "lines": [vars(line) for line in lines]}
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(facts, indent=2))
         return 0
     print("\n".join(_text(lines, totals)))
     picture = Path(arguments.picture or Path(arguments.directory) / "compressopt_report.png")
@@ -54,16 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def find_state(folder: Path) -> Path:
     """Return the file in which Trainer keeps the log of a run: in its folder, or in its last checkpoint."""
-    found = [(-1, folder / _STATE)] if (folder / _STATE).is_file() else []
+    logs = [(-1, folder / _STATE)] if (folder / _STATE).is_file() else []
     for path in folder.glob(f"checkpoint-*/{_STATE}"):
         if number := re.fullmatch(r"checkpoint-(\d+)", path.parent.name):
-            found.append((int(number[1]), path))
-    if not found:
+            logs.append((int(number[1]), path))
+    if not logs:
         raise ValueError(
             f"{folder} holds no {_STATE}: give the --output_dir of a run of Trainer that has saved a checkpoint, or "
             "whose script calls trainer.save_state()"
         )
-    return min(found)[1] if found[0][0] == -1 else max(found)[1]
+    return min(logs)[1] if logs[0][0] == -1 else max(logs)[1]
 
 
 def read(path: Path) -> tuple[list[Line], dict[str, float]]:

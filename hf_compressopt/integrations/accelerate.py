@@ -28,7 +28,7 @@ from hf_compressopt.collectives.ddp import refuse_gradient_readers
 from hf_compressopt.collectives.sender import SendRecord, is_answered_for, named_parameters
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.compression import FSDPCompression
-from hf_compressopt.grad_compression import GradientCompression, MessageOptions
+from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.integrations import log
 from hf_compressopt.integrations.algorithms import (
     Ours,
@@ -46,44 +46,58 @@ from hf_compressopt.integrations.models import (
     without_compile,
 )
 from hf_compressopt.integrations.plugin import UNREAD, CompressOptPlugin
+from hf_compressopt.integrations.run_options import NONE, RunOptions
+from hf_compressopt.options import variables_of
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
 _MARK = "_hf_compressopt"  # of a method that is wrapped
-#: Variables of which one makes ``python -m hf_compressopt.run`` attach every accelerator.
-_CHOICES = ("COMPRESSOPT_OPTIM", "COMPRESSOPT_OPTIMIZER", "COMPRESSOPT_GRAD_COMPRESSION", "COMPRESSOPT_ZERO_STAGE")
+#: Options of which one, as a variable, makes ``python -m hf_compressopt.run`` attach every accelerator.
+_CHOICES = ("optimizer", "grad_compression", "zero_stage")
 
 
 @dataclass
 class Attachment:
     """State of a CompressOptAccelerator beside that of an Accelerator."""
 
-    plugin: CompressOptPlugin | None = None
-    by_trainer: bool = False  # a Trainer has set the options
-    asked: str = ""  # how the user asked for an optimizer of this package, in words
+    options: RunOptions = field(default_factory=RunOptions)
     checked: bool = False  # since the last object was prepared
     models: Models = field(default_factory=Models)
     partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
     following: set[int] = field(default_factory=set)  # parameters (by id) of compressed optimizers given to prepare
     record: SendRecord = field(default_factory=lambda: SendRecord("hf_compressopt"))  # of what no hook answers for
     buffers: list[SharedBuffers] = field(default_factory=list)  # of models prepared without DDP
-    grad_compression: str = "none"  # for the models of ordinary optimizers
-    messages: MessageOptions = field(default_factory=MessageOptions)  # of grad_compression
-    exact_parameters: bool = False  # of models that FSDP2 shards
-    gradient_as_bucket_view: bool = True  # in DDP, where gradients travel in messages of this package
     loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
     in_checkpoint: bool = False  # all ranks are saving a checkpoint
     lengths: list[log.SchedulerLength] = field(default_factory=list)  # that no step has confirmed yet
     rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done
 
-    def take(self, plugin: CompressOptPlugin) -> None:
-        self.plugin, self.grad_compression, self.messages = plugin, plugin.ddp_compression, plugin.message_options()
-        self.gradient_as_bucket_view = plugin.gradient_as_bucket_view
-        self.exact_parameters = plugin.param_compression == "exact" and not plugin.partitions
-        if plugin.partitions:
-            self.asked = f"CompressOptPlugin(zero_stage={plugin.zero_stage})"
-        elif plugin.optimizer != "none":
-            self.asked = f"CompressOptPlugin(optimizer={plugin.optimizer!r})"
+    def take(self, options: RunOptions) -> None:
+        """Take the options of a Trainer or of a plug-in."""
+        self.options = options
+
+    def leave_gradients_alone(self) -> None:
+        """Compress no gradients of ordinary optimizers, as there is nobody to send them to."""
+        self.options = replace(self.options, grad_compression=NONE)
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Inside, all ranks save a checkpoint, so that what they save may be averaged."""
+        self.in_checkpoint = True
+        try:
+            yield
+        finally:
+            self.in_checkpoint = False
+
+    def put_off(self, rotation: Callable[[], None]) -> None:
+        """Remove old checkpoints later, when the one that is being written is complete."""
+        self.rotations.append(rotation)
+
+    def finish_saves(self) -> None:
+        """Wait for the save in the background, then remove the checkpoints that it replaces."""
+        io.wait_for_saves()
+        while self.rotations:
+            self.rotations.pop(0)()
 
     def note_given(self, optimizer: Any) -> None:
         """Record the parameters of an optimizer that is given to ``prepare``, before any model is prepared."""
@@ -103,14 +117,14 @@ class Attachment:
     @contextmanager
     def gradients_in_buckets(self, accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
         """Inside, a model whose gradients travel in messages of this package has them in the buckets of its DDP."""
-        travels = self.grad_compression != "none" or (self.plugin is not None and self.plugin.optimizer != "none")
-        given = accelerator.ddp_handler
-        if self.gradient_as_bucket_view and (travels or shares(model.parameters(), self.following)):
-            accelerator.ddp_handler = replace(given or DistributedDataParallelKwargs(), gradient_as_bucket_view=True)
+        options, handler = self.options, accelerator.ddp_handler
+        travels = options.grad_compression != NONE or options.optimizer != NONE
+        if options.gradient_as_bucket_view and (travels or shares(model.parameters(), self.following)):
+            accelerator.ddp_handler = replace(handler or DistributedDataParallelKwargs(), gradient_as_bucket_view=True)
         try:
             yield
         finally:
-            accelerator.ddp_handler = given
+            accelerator.ddp_handler = handler
 
 
 class CompressOptAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -165,7 +179,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """Prepare as Accelerate does; a model whose optimizer is partitioned gets no DDP."""
         for optimizer in map(innermost, args):
             if hasattr(optimizer, "param_groups") or type(optimizer).__name__ == "DummyOptim":  # DeepSpeed's own
-                check_distributed_type(self, optimizer, self._compressopt.plugin)
+                check_distributed_type(self, optimizer, self._compressopt.options)
             self._compressopt.note_given(optimizer)
         prepared = super().prepare(*args, **kwargs)
         if self.distributed_type == DistributedType.FSDP:
@@ -176,15 +190,14 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare as Accelerate does; a model that was prepared for evaluation only is prepared anew for training."""
-        state, plugin = self._compressopt, self._compressopt.plugin
+        state, options = self._compressopt, self._compressopt.options
         loaded = is_loaded_in_shards(without_compile(model))
         if loaded and not evaluation_mode:
-            check_distributed_type(self, None, plugin, without_compile(model))
-            evaluation_mode = state.grad_compression != "none"  # the model averages its gradients itself
+            check_distributed_type(self, None, options, without_compile(model))
+            evaluation_mode = options.grad_compression != NONE  # the model averages its gradients itself
         if not evaluation_mode and self.num_processes > 1:
             undo_evaluation_mode(model, self._models)
-        partitioned = plugin is not None and (plugin.partitions or plugin.zero_stage == 2)
-        if not evaluation_mode and (partitioned or shares(model.parameters(), state.partitioned)):
+        if not evaluation_mode and (options.keeps_models_out_of_ddp or shares(model.parameters(), state.partitioned)):
             alone: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
             if self.num_processes > 1:
                 refuse_gradient_readers(model, "ZeRO")
@@ -206,12 +219,11 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Prepare as Accelerate does; by the plugin, an Adam or AdamW becomes a compressed optimizer."""
-        state, plugin = self._compressopt, self._compressopt.plugin
-        check_distributed_type(self, innermost(optimizer), plugin)
-        if plugin is not None:
-            if self.is_main_process and (reason := plugin.leaves_alone(innermost(optimizer))):
-                logger.warning("%s", reason)
-            optimizer = plugin.convert(optimizer)
+        state, options = self._compressopt, self._compressopt.options
+        check_distributed_type(self, innermost(optimizer), options)
+        if self.is_main_process and (reason := options.why_left_alone(innermost(optimizer))):
+            logger.warning("%s", reason)
+        optimizer = options.convert(optimizer)
         inner = innermost(optimizer)
         if owns_gradients(inner):
             self._take_over_gradients(inner)
@@ -223,8 +235,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if hasattr(inner, "step_was_skipped"):
             prepared.__class__ = CompressOptAcceleratedOptimizer
-        if follows_plan(inner) and plugin is not None and plugin.total_steps is not None:
-            log.fit(inner, plugin.total_steps)
+        if follows_plan(inner) and options.total_steps is not None:
+            log.fit(inner, options.total_steps)
         self._bind()
         return prepared
 
@@ -232,13 +244,15 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """Prepare as Accelerate does; the scheduler waits for its own optimizer only, and tells the run's length."""
         prepared = super().prepare_scheduler(scheduler)
         driven = {id(group) for group in getattr(getattr(scheduler, "optimizer", None), "param_groups", ())}
-        own = [o for o in self._optimizers if driven & {id(group) for group in o.param_groups}]
-        if own and hasattr(prepared, "optimizers"):
-            prepared.optimizers = own  # Accelerate takes all, if the plugin has replaced the scheduler's optimizer
-        plugin, steps = self._compressopt.plugin, log.scheduler_steps(scheduler)
-        if steps is not None and (plugin is None or plugin.total_steps is None):
+        optimizers = [o for o in self._optimizers if driven & {id(group) for group in o.param_groups}]
+        if optimizers and hasattr(prepared, "optimizers"):
+            prepared.optimizers = (
+                optimizers  # Accelerate takes all, if the plugin has replaced the scheduler's optimizer
+            )
+        steps = log.scheduler_steps(scheduler)
+        if steps is not None and self._compressopt.options.total_steps is None:
             per_step = 1 if self.split_batches or not self.step_scheduler_with_optimizer else self.num_processes
-            for optimizer in filter(follows_plan, map(innermost, own)):
+            for optimizer in filter(follows_plan, map(innermost, optimizers)):
                 length = log.SchedulerLength(optimizer, scheduler, max(1, steps // per_step), per_step)
                 length.fit()
                 if hasattr(scheduler, "last_epoch"):
@@ -267,10 +281,9 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def _compress_sharded(self, prepared: Sequence[Any]) -> None:
         """Send the gradients of FSDP2's models between replicas in low-bit messages, if the user asked for it."""
-        state, models = self._compressopt, [found for found in prepared if isinstance(found, nn.Module)]
-        if state.grad_compression != "none" and models:
-            options: dict[str, Any] = {"loss_scale": self._loss_scale, "exact_parameters": state.exact_parameters}
-            state.models.compress_sharded(models, state.grad_compression, state.messages, **options)
+        state, models = self._compressopt, [each for each in prepared if isinstance(each, nn.Module)]
+        if state.options.grad_compression != NONE and models:
+            state.models.compress_sharded(models, state.options, self._loss_scale)
 
     def _bind(self) -> None:
         """Give every model the hook that its optimizers need."""
@@ -279,24 +292,24 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             for model in map(without_compile, self._models):
                 optimizer.label_parameters(model.named_parameters())
         state.checked = False
-        is_asked_for = state.grad_compression != "none" or any(map(saves_shards, optimizers))
-        if optimizers and is_asked_for and self.num_processes == 1:
+        compresses = state.options.grad_compression != NONE
+        if optimizers and self.num_processes == 1 and (compresses or any(map(saves_shards, optimizers))):
             _refuse_processes_apart()
-        if state.grad_compression != "none" and self.num_processes == 1 and optimizers:
+        if compresses and self.num_processes == 1 and optimizers:
             message = (
-                "grad_compression=%s has no effect: there is one process (WORLD_SIZE is not set, or 1), which sends "
-                "nothing; start more by torchrun --nproc_per_node N"
+                "%s has no effect: there is one process (WORLD_SIZE is not set, or 1), which sends nothing; start more "
+                "by torchrun --nproc_per_node N"
             )
-            logger.warning(message, state.grad_compression)
-            state.grad_compression = "none"
-        own_hook = getattr(self.ddp_handler, "comm_hook", None)
-        waiting = state.following  # for its optimizer
-        if state.exact_parameters and state.models.has_ddp:
+            logger.warning(message, state.options.compresses)
+            state.leave_gradients_alone()
+        if state.options.param_compression == "exact" and state.models.has_ddp:
             raise ValueError(
                 "param_compression=exact is for ZeRO (zero_stage) and for FSDP2: DistributedDataParallel sends no "
                 "parameters; leave it out"
             )
-        state.models.bind(optimizers, own_hook, self._loss_scale, state.grad_compression, state.messages, waiting)
+        users_hook = getattr(self.ddp_handler, "comm_hook", None)
+        waiting = state.following  # for its optimizer
+        state.models.bind(optimizers, state.options, users_hook, self._loss_scale, waiting)
         if self.num_processes > 1:
             self._answer(optimizers)
 
@@ -309,7 +322,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         for optimizer in optimizers:
             if follows_plan(optimizer):
                 rows = optimizer.shared_parameters()
-            elif state.grad_compression != "none" and not owns_gradients(optimizer):
+            elif state.options.grad_compression != NONE and not owns_gradients(optimizer):
                 rows = named_parameters(optimizer)
             else:
                 continue
@@ -346,8 +359,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     ) -> Tensor | None:
         """Clip as Accelerate does; local gradients are clipped by a norm that all ranks agree on."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        wanted = {id(p) for p in parameters}
-        owners = [o for o in self.our_optimizers() if shares(o.trainable_parameters, wanted)]
+        ids = {id(p) for p in parameters}
+        owners = [o for o in self.our_optimizers() if shares(o.trainable_parameters, ids)]
         if owners and norm_type != 2:
             raise ValueError(f"norm_type must be 2 with {type(owners[0]).__name__}, got {norm_type}")
         local = [owner for owner in owners if not follows_plan(owner) or owner.local_gradients]
@@ -359,7 +372,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if not local:
             norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
             for owner in filter(follows_plan, owners):
-                if norm is not None and wanted.issuperset(map(id, owner.trainable_parameters)):
+                if norm is not None and ids.issuperset(map(id, owner.trainable_parameters)):
                     owner.note_clipping(norm, max_norm)
             return norm
         if len(owners) > 1 and any(map(owns_gradients, owners)):
@@ -380,24 +393,24 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def _check_attached(self) -> None:
         """Check at the start of a training that an optimizer of this package trains, if the user asked for one."""
-        state, optimizers = self._compressopt, self.optimizers_inside()
-        if not state.asked or self.our_optimizers():
+        options, optimizers = self._compressopt.options, self.optimizers_inside()
+        if not options.asked or self.our_optimizers():
             return
         if not optimizers:
             raise ValueError(
-                f"{state.asked} was asked for, but no optimizer was given to prepare(), and nothing is compressed: "
+                f"{options.asked} was asked for, but no optimizer was given to prepare(), and nothing is compressed: "
                 "give the model and its optimizer to one prepare(model, optimizer), and train with what it returns"
             )
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         remedy = "give the accelerator an optimizer that it can replace (AdamW), or one of this package"
-        if state.by_trainer:
+        if options.by_trainer:
             remedy = (
                 "leave optimizers=(...) of the Trainer out, and Trainer makes the optimizer that was asked for, or "
                 "give it an optimizer of this package there; a create_optimizer of your own must return such a one"
             )
         raise ValueError(
-            f"{state.asked} was asked for, but {names} trains the model, and nothing is compressed: {remedy}. To train "
-            "without compression leave the option out"
+            f"{options.asked} was asked for, but {names} trains the model, and nothing is compressed: {remedy}. To "
+            "train without compression leave the option out"
         )
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
@@ -457,7 +470,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
         state = self._compressopt
-        background = state.plugin is not None and state.plugin.async_save
+        background = state.options.async_save
         save_states(self.optimizers_inside(), models, state.models.compressions(), directory, background=background)
 
     def _load_shards(self, models: list[nn.Module], directory: str) -> None:
@@ -496,7 +509,7 @@ def load_shards(
     last = len(optimizers) - 1
 
     def is_saved(number: int, optimizer: torch.optim.Optimizer) -> bool:
-        return anyone(io.has_checkpoint(directory, prefix=log.prefix_of(number)), optimizer, device)
+        return any_rank(io.has_checkpoint(directory, prefix=log.prefix_of(number)), optimizer, device)
 
     everybody = bool(optimizers) and is_saved(last, optimizers[last])
     for number, optimizer in enumerate(optimizers if everybody else filter(saves_shards, optimizers)):
@@ -528,7 +541,7 @@ def _errors_prefix(number: int) -> str:
     return f"{log.prefix_of(number)}_gradients"
 
 
-def anyone(answer: bool, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+def any_rank(answer: bool, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """True if the answer of any rank that has this optimizer is True. All ranks call."""
     if saves_shards(optimizer):
         return any(optimizer.communicator.all_gather_object(answer))
@@ -546,11 +559,11 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
         for name, param in without_compile(inner).named_parameters():
             names.setdefault(id(param), name if len(models) == 1 else f"model{number}.{name}")
     if saves_shards(optimizer):
-        params, own = list(optimizer.trainable_parameters), optimizer.parameter_names()
+        params, labels = list(optimizer.trainable_parameters), optimizer.parameter_names()
     else:
         state = PlainState(optimizer)
-        params, own = list(chain.from_iterable(state.params)), state.parameter_names()
-    return [names.get(id(p), name) for p, name in zip(params, chain.from_iterable(own), strict=True)]
+        params, labels = list(chain.from_iterable(state.params)), state.parameter_names()
+    return [names.get(id(p), label) for p, label in zip(params, chain.from_iterable(labels), strict=True)]
 
 
 # -- attaching --------------------------------------------------------------------------------------------------------
@@ -631,7 +644,7 @@ def attach(accelerator: Accelerator, plugin: CompressOptPlugin | None = None) ->
         show_log(always=True)
         make_ours(accelerator)
     if plugin is not None:
-        accelerator._compressopt.take(plugin)
+        accelerator._compressopt.take(plugin.run_options())
         UNREAD.clear()
     return cast("CompressOptAccelerator", accelerator)
 
@@ -652,7 +665,7 @@ def make_ours(accelerator: Accelerator) -> CompressOptAccelerator:
 
 def adopt_accelerators() -> None:
     """Attach every accelerator that the program makes from now on, if a variable chooses something to compress."""
-    if any(name in os.environ for name in _CHOICES):
+    if any(variable in os.environ for name in _CHOICES for variable in variables_of(name)):
         CompressOptPlugin()  # a wrong variable is an error before the program starts
         wrap(Accelerator, "__init__", _make_and_attach)
 

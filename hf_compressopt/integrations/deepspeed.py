@@ -29,7 +29,7 @@ from hf_compressopt.integrations.deepspeed_options import (
     as_given,
     number,
 )
-from hf_compressopt.integrations.plugin import read_optim_args, text_options
+from hf_compressopt.integrations.optim_args import read_optim_args, text_options
 from hf_compressopt.optim.lamb import FROZEN_OPTIONS
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
@@ -341,5 +341,5 @@ def _check_ranges(translation: Translation) -> None:
     known = translation.optim in (*OPTIMIZERS, *ZERO_NAMES, "adamw_torch")
     if known and os.environ.get("WORLD_SIZE", "1") == "1":  # else it would look for the other ranks
         cls: Callable[..., torch.optim.Optimizer] = OPTIMIZERS.get(translation.optim, torch.optim.AdamW)
-        values, transport = {**adam_options(translation), **args.optimizer}, ("communicator", "cuda_aware")
+        values, transport = {**adam_options(translation), **args.optimizer_options}, ("communicator", "cuda_aware")
         cls([torch.zeros(8)], **{name: value for name, value in values.items() if name not in transport})

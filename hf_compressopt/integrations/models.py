@@ -21,10 +21,9 @@ from hf_compressopt.integrations.algorithms import (
     saves_shards,
     shares,
 )
-from hf_compressopt.integrations.plugin import CompressOptPlugin
+from hf_compressopt.integrations.run_options import GRAD_COMPRESSION, NONE, RunOptions
 from hf_compressopt.optim.math import is_dtensor
 
-GRAD_COMPRESSION = "grad_compression="
 _LOADED_IN_SHARDS = "from_pretrained(distributed_config=...)"
 _INSTEAD = {
     "DEEPSPEED": "DeepSpeed averages the gradients and takes the steps itself. Launch without DeepSpeed; "
@@ -56,16 +55,16 @@ class Models:
     def bind(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
-        own_hook: Any,
+        options: RunOptions,
+        users_hook: Any,
         loss_scale: Callable[[], float],
-        compression: str,
-        messages: MessageOptions,
         waiting: set[int],
     ) -> None:
         """Give every DDP model its hook: it follows the plan of a compressed optimizer, or sends low-bit messages.
 
         A model with parameters (by id) of ``waiting`` gets none before its optimizer is there.
         """
+        compression, messages = options.grad_compression, options.messages
         for model in self._ddp:
             params = {id(p) for p in model.parameters() if p.requires_grad}
             owners = [o for o in optimizers if shares(all_parameters(o), params)]
@@ -77,18 +76,18 @@ class Models:
                     "gradients that stay local for the one would stay local for the other; give all to the first, "
                     "with non_freeze=True for a group that is to stay in full precision"
                 )
-            if compressed and compression != "none":
+            if compressed and compression != NONE:
                 raise ValueError(
                     f"grad_compression={compression!r} compresses the gradients of ordinary optimizers, and "
                     f"{type(compressed[0]).__name__} compresses by itself: leave one of the two out"
                 )
             if compressed:
-                check_no_hook(own_hook, "a compressed optimizer")
+                check_no_hook(users_hook, "a compressed optimizer")
             if compressed or find_sync(model) is not None:
                 attach_ddp(model, *compressed, loss_scale=loss_scale)
             comes_later = not owners and not params.isdisjoint(waiting)
-            if compression != "none" and not comes_later and find_compression(model) is None:
-                check_no_hook(own_hook, "grad_compression")
+            if compression != NONE and not comes_later and find_compression(model) is None:
+                check_no_hook(users_hook, "grad_compression")
                 if compression == FULL:
                     raise ValueError(
                         f"grad_compression={FULL} is for parameters beside those that FSDP2 shards: "
@@ -97,20 +96,15 @@ class Models:
                 ignored, group = model.parameters_to_ignore, model.process_group  # experts that each rank has
                 named = [(name, p) for name, p in model.module.named_parameters() if name not in ignored]
                 cap = messages.bucket_cap_mb or model.bucket_bytes_cap / 2**20
-                options = {**asdict(messages), "bucket_cap_mb": cap, "loss_scale": loss_scale}
-                state = GradientCompression(named, compression, process_group=group, **options)
+                more = {**asdict(messages), "bucket_cap_mb": cap, "loss_scale": loss_scale}
+                state = GradientCompression(named, compression, process_group=group, **more)
                 model.register_comm_hook(state, compress_hook)
 
     def compress_sharded(
-        self,
-        models: Iterable[nn.Module],
-        compression: str,
-        messages: MessageOptions,
-        *,
-        loss_scale: Callable[[], float],
-        exact_parameters: bool,
+        self, models: Iterable[nn.Module], options: RunOptions, loss_scale: Callable[[], float]
     ) -> None:
-        """Give every model that FSDP2 shards low-bit messages, and exact parameters if wanted, unless it has them."""
+        """Give every model that FSDP2 shards low-bit messages, and exact parameters if asked, unless it has them."""
+        messages = options.messages
         if replace(messages, bucket_cap_mb=None) != MessageOptions():
             raise ValueError(
                 f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "
@@ -123,20 +117,20 @@ class Models:
                 state = compress_fsdp(
                     model,
                     mesh,
-                    compression,
+                    options.grad_compression,
                     bucket_cap_mb=messages.bucket_cap_mb,
                     loss_scale=loss_scale,
-                    param_compression="exact" if exact_parameters else "none",
+                    param_compression="exact" if options.param_compression == "exact" else NONE,
                 )
                 self._sharded[state] = None
 
     def ignored(self) -> list[tuple[str, Tensor]]:
         """The parameters, with their names, that DistributedDataParallel was told not to average."""
-        found: list[tuple[str, Tensor]] = []
+        ignored: list[tuple[str, Tensor]] = []
         for model in self._ddp:
             names = model.parameters_to_ignore
-            found += [(name, param) for name, param in model.module.named_parameters() if name in names]
-        return found
+            ignored += [(name, param) for name, param in model.module.named_parameters() if name in names]
+        return ignored
 
     def compression_of(self, model: nn.Module) -> FSDPCompression | None:
         """Return what averages the gradients of a model that FSDP2 shards; None if FSDP2 itself does."""
@@ -211,8 +205,8 @@ def is_loaded_in_shards(model: Any) -> bool:
 def why_not_loaded_in_shards(model: Any) -> str:
     """Return why low-bit messages cannot carry the gradients of such a model; "" if they can."""
     config = model.config.distributed_config
-    given = {name: getattr(config, name, None) or 1 for name in ("tp_size", "pp_size", "ep_size")}
-    if other := [f"{name}={size}" for name, size in given.items() if size > 1]:
+    sizes = {name: getattr(config, name, None) or 1 for name in ("tp_size", "pp_size", "ep_size")}
+    if other := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
         return f"{', '.join(other)} of DistributedConfig cuts parameters in a way that its messages do not know"
     return ""
 
@@ -238,13 +232,12 @@ def why_unsupported(accelerator: Any, name: str, model: Any = None) -> str:
 
 
 def check_distributed_type(
-    accelerator: Any, optimizer: Any, plugin: CompressOptPlugin | None = None, model: Any = None
+    accelerator: Any, optimizer: Any, options: RunOptions | None = None, model: Any = None
 ) -> None:
-    """Raise if an optimizer, or what the plugin would make of it, cannot work in the set-up or with the model."""
-    name = type(optimizer).__name__ if saves_shards(optimizer) else ""
-    if plugin is not None and not name:
-        name = "ZeroOptimizer" if plugin.partitions else "" if plugin.optimizer == "none" else plugin.optimizer
-        if plugin.ddp_compression != "none":
-            name = f"{GRAD_COMPRESSION}{plugin.grad_compression}"
+    """Raise if an optimizer, or what the options make of it, cannot work in the set-up or with the model."""
+    if saves_shards(optimizer):
+        name = type(optimizer).__name__
+    else:
+        name = "" if options is None else options.sender
     if name and (reason := why_unsupported(accelerator, name, model)):
         raise ValueError(reason)

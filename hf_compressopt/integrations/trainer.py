@@ -34,20 +34,14 @@ from hf_compressopt.integrations.algorithms import (
 )
 from hf_compressopt.integrations.log import fit, prefixed_metrics, run_totals
 from hf_compressopt.integrations.models import (
-    GRAD_COMPRESSION,
     check_distributed_type,
     is_loaded_in_shards,
     why_unsupported,
     without_compile,
 )
-from hf_compressopt.integrations.plugin import (
-    UNREAD,
-    CompressOptPlugin,
-    OptimArgs,
-    check_taken,
-    check_variables,
-    read_optim_args,
-)
+from hf_compressopt.integrations.optim_args import check_taken, is_help, print_help, read_optim_args
+from hf_compressopt.integrations.plugin import UNREAD, check_variables, options_from_variables
+from hf_compressopt.integrations.run_options import NONE, RunOptions, check_optimizer
 from hf_compressopt.optim.muon import MuonAdamW
 from hf_compressopt.options import options_of
 from hf_compressopt.zero.config import check_optimizer_class
@@ -132,17 +126,14 @@ class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _get_optimizer_cls_and_kwargs(original: Callable[..., Any], args: Any, model: Any = None) -> Any:
-    name = optim_name(args)
-    options = _options_of(args)
+    name, options = optim_name(args), trainer_options(args)
     if name in OPTIMIZERS:
         inner: Any = OPTIMIZERS[name]
         kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
         kwargs = {option: value for option, value in kwargs.items() if option in options_of(inner)}
-        if name in ALGORITHMS:
-            kwargs |= CompressOptPlugin().options_from_env()
         if inner is MuonAdamW:  # it divides the parameters itself
             kwargs |= {"model": model, "weight_decay": args.weight_decay}
-        kwargs |= options.optimizer
+        kwargs |= options.optimizer_options
     else:
         wrapped = copy.copy(args)
         wrapped.optim_args = options.others or None
@@ -159,8 +150,8 @@ def _get_optimizer_cls_and_kwargs(original: Callable[..., Any], args: Any, model
 @cache
 def _source_of_handlers() -> str:
     """The text of the module in which transformers reads the options of its optimizers."""
-    own = "transformers.trainer_optimizer"  # newer transformers have them there
-    return inspect.getsource(import_module(own) if find_spec(own) else trainer)
+    newer = "transformers.trainer_optimizer"  # newer transformers have them there
+    return inspect.getsource(import_module(newer) if find_spec(newer) else trainer)
 
 
 def _create_accelerator(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -169,62 +160,45 @@ def _create_accelerator(original: Callable[..., Any], self: Trainer, *args: Any,
     return result
 
 
-#: The flags that ask for compression in a command of hf_compressopt.run, until a Trainer has them.
-COMMAND_LINE: list[str] = []
-
-
 def note_command_line(arguments: Sequence[str]) -> None:
     """Keep the flags of a script that ask for compression; ``--optim_args help`` prints the options and exits."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--optim", default="")
     parser.add_argument("--optim_args", "--optim-args", default="")
-    found, _ = parser.parse_known_args(arguments)
-    if found.optim_args.strip() == "help":
-        read_optim_args(found.optim or CompressOptPlugin.optimizer_from_env() or _ADAMW[0], "help")
-    COMMAND_LINE.clear()
-    if found.optim in ALGORITHMS or found.optim in ZERO_NAMES:
-        COMMAND_LINE.append(f"--optim {found.optim}")
-    if re.search(r"(grad_compression=(?!none)|zero_stage=[12])", found.optim_args):
-        COMMAND_LINE.append(f"--optim_args {found.optim_args}")
+    flags, _ = parser.parse_known_args(arguments)
+    if is_help(flags.optim_args):
+        print_help(flags.optim or options_from_variables().get("optimizer") or _ADAMW[0])
+    UNREAD.flags.clear()
+    if flags.optim in ALGORITHMS or flags.optim in ZERO_NAMES:
+        UNREAD.flags.append(f"--optim {flags.optim}")
+    if re.search(r"(grad_compression=(?!none)|zero_stage=[12])", flags.optim_args):
+        UNREAD.flags.append(f"--optim_args {flags.optim_args}")
 
 
 def _attach(self: Trainer) -> None:
     """Attach the Trainer's accelerator, with the options of --optim_args and of the environment, if they can work."""
-    name, options, plugin = optim_name(self.args), _options_of(self.args), CompressOptPlugin()
-    asked = f"--optim {name}" if name in ALGORITHMS or name in ZERO_NAMES else ""
-    if not asked and options.zero:
-        asked = f"zero_stage={options.zero['stage']}"
-    if not asked and plugin.optimizer_from_env() in ALGORITHMS:
-        asked = f"COMPRESSOPT_OPTIM={plugin.optimizer}"
-    compression = options.grad_compression or "none"
-    wanted = [f"{GRAD_COMPRESSION}{compression}"] * (compression != "none") + [asked] * bool(asked)
+    options = trainer_options(self.args)
+    requests = [words for words in (options.compresses, options.asked) if words]
     model = getattr(self, "model", None)  # older Trainers, which load no model in shards, have it only later
-    for words in wanted:
+    for words in requests:
         if reason := why_unsupported(self.accelerator, words, model):
             raise ValueError(reason)
-    if wanted:
-        COMMAND_LINE.clear()  # it is read; other Trainers of the script may want nothing
+    if requests:
         UNREAD.clear()
     if "_compressopt" not in vars(self.accelerator) and not self.accelerator._optimizers:
         accelerate.make_ours(self.accelerator)  # at most it has evaluated the model
-    elif "_compressopt" not in vars(self.accelerator) and not wanted:
+    elif "_compressopt" not in vars(self.accelerator) and not requests:
         return  # it has trained before
-    attachment = attach(self.accelerator)._compressopt
-    attachment.plugin = None  # of the environment: Trainer makes the optimizer
-    attachment.by_trainer, attachment.asked = True, asked
-    attachment.gradient_as_bucket_view = plugin.gradient_as_bucket_view
-    attachment.grad_compression = compression
-    attachment.messages = replace(plugin.message_options(), **options.messages)
-    attachment.exact_parameters = options.param_compression == "exact"
+    attach(self.accelerator)._compressopt.take(options)
 
 
 def _train(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Attach a Trainer that is older than :func:`register`, then train."""
-    if not attachment_of(self).by_trainer:
+    if not attachment_of(self).options.by_trainer:
         _attach(self)
-    if COMMAND_LINE and self.args.world_size > 1:
+    if UNREAD.flags and self.args.world_size > 1:
         raise ValueError(
-            f"{' '.join(COMMAND_LINE)} stands on the command line, but not in the script's TrainingArguments, and "
+            f"{' '.join(UNREAD.flags)} stands on the command line, but not in the script's TrainingArguments, and "
             "nothing would be compressed: parse them by transformers.HfArgumentParser, or set optim, optim_args there"
         )
     _sync_before_reading(self)
@@ -238,7 +212,7 @@ def _create_optimizer(original: Callable[..., Any], self: Trainer, *args: Any, *
     made_here = self.optimizer is None
     result = original(self, *args, **kwargs)
     inner = innermost(self.optimizer)
-    low_bit = attachment_of(self).grad_compression != "none" and not is_loaded_in_shards(self.model)
+    low_bit = attachment_of(self).options.grad_compression != NONE and not is_loaded_in_shards(self.model)
     several = self.accelerator.num_processes > 1
     if several and (follows_plan(inner) or low_bit) and without_compile(self.model_wrapped) is self.model:
         self.model_wrapped = self.model  # an evaluation before the training may have left it compiled, and without DDP
@@ -268,28 +242,24 @@ def _create_scheduler(
     return result
 
 
-def _options_of(args: Any) -> OptimArgs:
-    """The options of --optim_args; for an ordinary optimizer, also those that the environment gives."""
-    name = optim_name(args)
-    options = read_optim_args(name, args.optim_args)
-    if name in ALGORITHMS or options.zero:
-        return options
-    plugin = CompressOptPlugin()
-    if plugin.partitions:
-        options.zero = {"stage": plugin.zero_stage, **plugin.zero_options()}
+def trainer_options(args: Any) -> RunOptions:
+    """The options of ``--optim``, ``--optim_args`` and, where these say nothing, of environment variables."""
+    name, variables = optim_name(args), options_from_variables()
+    options, chosen = read_optim_args(name, args.optim_args, variables), variables.get("optimizer", NONE)
+    if name in ALGORITHMS or name in ZERO_NAMES:
+        asked = f"--optim {name}"
+    elif options.zero:
+        asked = f"zero_stage={options.zero['stage']}"
     else:
-        options.grad_compression = options.grad_compression or plugin.grad_compression
-        options.param_compression = options.param_compression or plugin.param_compression
-    return options
+        asked = "" if chosen == NONE else f"COMPRESSOPT_OPTIM={chosen}"
+    return replace(options, asked=asked, by_trainer=True)
 
 
 def optim_name(args: Any) -> str:
     """The optimizer by name: the value of ``--optim``, or what the environment chooses in the place of AdamW."""
-    name = str(getattr(args.optim, "value", args.optim))
-    chosen = CompressOptPlugin.optimizer_from_env() if name in _ADAMW else ""
-    if chosen and chosen not in (*ALGORITHMS, "none"):
-        raise ValueError(f"COMPRESSOPT_OPTIM must be one of {[*ALGORITHMS, 'none']}, got {chosen!r}")
-    return chosen if chosen in ALGORITHMS else name
+    name, chosen = str(getattr(args.optim, "value", args.optim)), options_from_variables().get("optimizer", NONE)
+    check_optimizer(chosen, "COMPRESSOPT_OPTIM")
+    return chosen if name in _ADAMW and chosen != NONE else name
 
 
 def attachment_of(self: Trainer) -> Attachment:
@@ -315,7 +285,7 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
         return original(self, checkpoint)
     io.wait_for_saves()
     accelerate.load_compressions(attachment_of(self).models.compressions(), checkpoint)
-    if not accelerate.anyone(io.has_checkpoint(checkpoint), inner, self.args.device):
+    if not accelerate.any_rank(io.has_checkpoint(checkpoint), inner, self.args.device):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
         if not has_plain and saves_shards(inner):
             logger.warning("%s holds no optimizer state (save_only_model?): the optimizer starts from zero", checkpoint)
@@ -332,8 +302,8 @@ def _get_last_checkpoint(original: Callable[[str], str | None], folder: str) -> 
     if last is None or not _is_incomplete(last):
         return last
     pattern = trainer_utils._re_checkpoint
-    found = {int(match[1]): entry.path for entry in os.scandir(folder) if (match := pattern.search(entry.name))}
-    whole = [path for _, path in sorted(found.items()) if os.path.isdir(path) and not _is_incomplete(path)]
+    paths = {int(match[1]): entry.path for entry in os.scandir(folder) if (match := pattern.search(entry.name))}
+    whole = [path for _, path in sorted(paths.items()) if os.path.isdir(path) and not _is_incomplete(path)]
     newest = whole[-1] if whole else None
     logger.warning("%s is incomplete: the last whole checkpoint is %s", last, newest)
     return newest
@@ -348,21 +318,15 @@ def _is_incomplete(checkpoint: str) -> bool:
 
 
 def _saves_in_background(self: Trainer) -> bool:
-    ours = saves_shards(innermost(self.optimizer))
-    return ours and (CompressOptPlugin().async_save or _options_of(self.args).async_save)
+    return saves_shards(innermost(self.optimizer)) and attachment_of(self).options.async_save
 
 
 def _save_checkpoint(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
-    background = _saves_in_background(self)
+    attachment, background = attachment_of(self), _saves_in_background(self)
     if background:
-        _finish_saves(self)
-    attachment = attachment_of(self)
-    attachment.in_checkpoint = True  # so that _save_model averages: all ranks save
-    try:
-        with _rotation_put_off(self) if background else nullcontext():
-            return original(self, *args, **kwargs)
-    finally:
-        attachment.in_checkpoint = False
+        attachment.finish_saves()
+    with attachment.checkpoint(), _rotation_put_off(self) if background else nullcontext():
+        return original(self, *args, **kwargs)
 
 
 @contextmanager
@@ -371,24 +335,18 @@ def _rotation_put_off(self: Trainer) -> Iterator[None]:
     holder: Any = trainer if hasattr(trainer, "rotate_checkpoints") else self  # a method before transformers 5
     name = "rotate_checkpoints" if holder is trainer else "_rotate_checkpoints"
     rotate = getattr(holder, name)
-    setattr(holder, name, lambda *a, **k: self.accelerator._compressopt.rotations.append(partial(rotate, *a, **k)))
+    setattr(holder, name, lambda *a, **k: attachment_of(self).put_off(partial(rotate, *a, **k)))
     try:
         yield
     finally:
         setattr(trainer, name, rotate) if holder is trainer else delattr(self, name)
 
 
-def _finish_saves(self: Trainer) -> None:
-    """Wait for the save in the background, then remove the checkpoints that it replaces."""
-    io.wait_for_saves()
-    rotations = self.accelerator._compressopt.rotations
-    while rotations:
-        rotations.pop(0)()
-
-
 def _log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
     if "train_runtime" in logs and _saves_in_background(self):
-        _finish_saves(self)  # Trainer's last line, before it removes the checkpoints that it does not keep
+        attachment_of(
+            self
+        ).finish_saves()  # Trainer's last line, before it removes the checkpoints that it does not keep
     if "loss" in logs or "train_runtime" in logs:
         ours = [*filter(saves_shards, [innermost(self.optimizer)]), *attachment_of(self).models.compressions()]
         if "loss" in logs:

@@ -72,16 +72,17 @@ def check_betas(betas: Any) -> None:
             raise ValueError(f"betas[{index}] must be in [0, 1), got {beta!r}")
 
 
-def names_by_group(own: Sequence[Sequence[str]], given: Sequence[str] | None) -> list[list[str]]:
-    """Return names per param group: those given, a different one for each in their order, or else ``own``."""
-    names, count = list(chain.from_iterable(own) if given is None else given), sum(map(len, own))
+def names_by_group(default: Sequence[Sequence[str]], explicit: Sequence[str] | None) -> list[list[str]]:
+    """Names per param group: the explicit ones, one for each parameter and all different, or else the default ones."""
+    count = sum(map(len, default))
+    names = list(chain.from_iterable(default) if explicit is None else explicit)
     if len(names) != count or len(set(names)) != len(names):
         raise ValueError(
             f"there must be a different name for each of the {count} trainable parameters, got {len(names)} names, "
             f"{len(set(names))} different ones: give names=..."
         )
     rest = iter(names)
-    return [[next(rest) for _ in group] for group in own]
+    return [[next(rest) for _ in group] for group in default]
 
 
 @contextmanager
@@ -92,9 +93,9 @@ def without_state_moved(
 
     After an error they are back in their groups.
     """
-    given = param_group["params"]
-    param_group["params"] = given = [given] if isinstance(given, Tensor) else list(given)
-    params = [entry[-1] if isinstance(entry, tuple) else entry for entry in given]
+    entries = param_group["params"]
+    param_group["params"] = entries = [entries] if isinstance(entries, Tensor) else list(entries)
+    params = [entry[-1] if isinstance(entry, tuple) else entry for entry in entries]
     with_state = {id(param) for param in known}
     moved = {id(p) for p in params if isinstance(p, Tensor) and p.requires_grad and id(p) not in with_state}
     before = [(group[key], list(group[key])) for group in groups for key in ("params", "param_names") if key in group]
@@ -106,8 +107,8 @@ def without_state_moved(
     try:
         yield
     except BaseException:
-        for entries, old in before:
-            entries[:] = old
+        for changed, old in before:
+            changed[:] = old
         raise
 
 
@@ -173,14 +174,14 @@ def in_lists(params: Any) -> tuple[Any, torch.device]:
     if isinstance(params, (Tensor, str)):
         return params, torch.device("cpu")  # torch refuses it
     params = list(params)
-    found: list[Any] = []
+    entries: list[Any] = []
     for entry in params:
         if isinstance(entry, dict) and "params" in entry and not isinstance(entry["params"], Tensor):
             entry["params"] = list(entry["params"])
-            found += entry["params"]
+            entries += entry["params"]
         else:
-            found.append(entry["params"] if isinstance(entry, dict) else entry)
-    tensors = (entry[-1] if isinstance(entry, tuple) else entry for entry in found)
+            entries.append(entry["params"] if isinstance(entry, dict) else entry)
+    tensors = (entry[-1] if isinstance(entry, tuple) else entry for entry in entries)
     return params, next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
 
 
@@ -204,9 +205,9 @@ def check_last_group(
 def check_plain(group: dict[str, Any], saved: Any, number: int) -> None:
     """Check that the hyperparameters of a saved group are of the kind of this group's, and in their ranges."""
     for key, value in group_from_plain(saved).items():
-        mine = group.get(key)
-        if mine is not None and _kind(value) != _kind(mine):
-            raise ValueError(f"{key} must be of the kind of {mine!r}, got {value!r} in param group {number}")
+        here = group.get(key)
+        if here is not None and _kind(value) != _kind(here):
+            raise ValueError(f"{key} must be of the kind of {here!r}, got {value!r} in param group {number}")
         if key in ("lr", "eps", "weight_decay") and _kind(value) is float:
             check_at_least(f"{key} of param group {number}", value, 0)
         for beta in value if key == "betas" else ():  # a few optimizers have three
@@ -219,12 +220,12 @@ def _kind(value: Any) -> Any:
     return float if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) else type(value)
 
 
-def check_ranks(saved: int, world_size: int, own: list[int]) -> None:
+def check_ranks(saved: int, world_size: int, local_groups: list[int]) -> None:
     """Check that a checkpoint of ``saved`` ranks can be loaded on ``world_size``."""
-    if own and saved != world_size:
+    if local_groups and saved != world_size:
         raise ValueError(
-            f"it was saved by {saved} rank(s) and this run has {world_size}, and the param groups {own} have a "
-            f"process_group of their own, whose parameters not all ranks hold: resume on {saved}"
+            f"it was saved by {saved} rank(s) and this run has {world_size}, and the param groups {local_groups} have "
+            f"a process_group of their own, whose parameters not all ranks hold: resume on {saved}"
         )
 
 

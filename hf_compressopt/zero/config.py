@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = ("round_robin_gradients", "contiguous_gradients", "ignore_unus
 _SHORT_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def _said() -> Any:
+def _derived() -> Any:
     return field(init=False, repr=False, compare=False)
 
 
@@ -99,19 +99,19 @@ class ZeroConfig:
     topology: str = AUTO
     node_size: int | None = None
 
-    # what the options say
-    reduce_numel: int = _said()  #: Elements of the gradients that are sent at the same time.
-    gather_numel: int = _said()  #: Elements of the parameters that are gathered at the same time.
-    sent: torch.dtype | None = _said()  #: Of gradients on the wire; None is the parameter's.
-    kept: torch.dtype | None = _said()  #: Of the averages; None is the parameter's.
-    grad_form: IntegerFormat | None = _said()  #: Of the messages of gradients; None is full precision.
-    param_form: IntegerFormat | None = _said()  #: Of the messages of parameters; None is bit for bit.
-    exact: bool = _said()  #: Whether parameters of 16 bits with master copies are sent as changes, bit for bit.
-    master: torch.dtype = _said()  #: Of the master copies of 16-bit parameters.
-    kept_state: torch.dtype | None = _said()  #: Of element-wise state between steps; None is the master's.
-    transport: str | Communicator | None = _said()
-    levels: TopologyOptions = _said()
-    offload: bool = _said()  #: Whether masters and states live in host memory.
+    # what follows from the options
+    reduce_numel: int = _derived()  #: Elements of the gradients that are sent at the same time.
+    gather_numel: int = _derived()  #: Elements of the parameters that are gathered at the same time.
+    sent: torch.dtype | None = _derived()  #: Of gradients on the wire; None is the parameter's.
+    kept: torch.dtype | None = _derived()  #: Of the averages; None is the parameter's.
+    grad_form: IntegerFormat | None = _derived()  #: Of the messages of gradients; None is full precision.
+    param_form: IntegerFormat | None = _derived()  #: Of the messages of parameters; None is bit for bit.
+    exact: bool = _derived()  #: True if parameters of 16 bits with master copies are sent as changes, bit for bit.
+    master: torch.dtype = _derived()  #: Of the master copies of 16-bit parameters.
+    kept_state: torch.dtype | None = _derived()  #: Of element-wise state between steps; None is the master's.
+    transport: str | Communicator | None = _derived()
+    levels: TopologyOptions = _derived()
+    offload: bool = _derived()  #: True if masters and states live in host memory.
 
     def __post_init__(self) -> None:
         """Check every option, and read it once."""
@@ -196,7 +196,8 @@ class ZeroConfig:
             )
 
     def _check_loss_scale(self) -> None:
-        scale, initial, window = self.loss_scale, self.initial_loss_scale, self.loss_scale_window
+        scale = self.loss_scale
+        initial, window = self.initial_loss_scale, self.loss_scale_window
         if scale == "dynamic":
             if not initial >= 1 or window < 1:
                 raise ValueError(f"initial_loss_scale and loss_scale_window must be >= 1, got {initial} and {window}")
@@ -205,8 +206,8 @@ class ZeroConfig:
 
     def rows(self) -> list[str]:
         """Return the options that all ranks must have alike, as text."""
-        own = ("communicator", "comm_backend_name")  # an object of this rank, perhaps
-        return [f"{o.name}={getattr(self, o.name)!r}" for o in fields(self) if o.init and o.name not in own]
+        local = ("communicator", "comm_backend_name")  # an object of this rank, perhaps
+        return [f"{o.name}={getattr(self, o.name)!r}" for o in fields(self) if o.init and o.name not in local]
 
     @classmethod
     def split(cls, config: ZeroConfig | None, options: dict[str, Any]) -> tuple[ZeroConfig, dict[str, Any]]:
@@ -214,11 +215,13 @@ class ZeroConfig:
         if config is not None and not isinstance(config, cls):
             raise TypeError(f"config must be a ZeroConfig or None, got {config!r}")
         names = {option.name for option in fields(cls) if option.init}
-        own = {name: value for name, value in options.items() if name in names}
-        if config is not None and own:
-            raise ValueError(f"{sorted(own)} must be part of config=ZeroConfig(...), as the other options of ZeRO are")
+        of_zero = {name: value for name, value in options.items() if name in names}
+        if config is not None and of_zero:
+            raise ValueError(
+                f"{sorted(of_zero)} must be part of config=ZeroConfig(...), as the other options of ZeRO are"
+            )
         inner = {name: value for name, value in options.items() if name not in names}
-        return config or cls(**own), inner
+        return config or cls(**of_zero), inner
 
 
 def check_stage(stage: Any) -> None:
@@ -234,10 +237,10 @@ def _as_form(name: str, compression: Any, *others: str) -> IntegerFormat | None:
 
 
 def _as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
-    found = _SHORT_NAMES.get(value, getattr(torch, value, None)) if isinstance(value, str) else value
-    if value is not None and found not in DTYPES:
+    dtype = _SHORT_NAMES.get(value, getattr(torch, value, None)) if isinstance(value, str) else value
+    if value is not None and dtype not in DTYPES:
         raise ValueError(f"{name} must be one of 'fp32', 'bf16', 'fp16', a torch dtype, or None, got {value!r}")
-    return found if isinstance(found, torch.dtype) else None
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def require_accelerator(what: str) -> None:
@@ -280,7 +283,8 @@ def check_optimizer_class(optimizer_class: Any, options: Mapping[str, Any] | Non
             f"optimizer_class must be a subclass of torch.optim.Optimizer, such as torch.optim.AdamW, got "
             f"{optimizer_class!r}; its options follow as keyword arguments"
         )
-    name, options, reason = optimizer_class.__name__, options or {}, None
+    name, options = optimizer_class.__name__, options or {}
+    reason = None
     if issubclass(optimizer_class, CompressedOptimizer):
         reason = (
             "its error feedback needs whole buckets on every rank; use ZeroOptimizer with torch.optim.AdamW or Lamb, "
@@ -317,13 +321,13 @@ def take_clipping(
                 "gradients: give max_grad_norm=..., which is then the norm over all ranks, or 0 to turn it off"
             )
         return options, clip_grad
-    inner, wanted = {**options, "max_grad_norm": 0.0}, options["max_grad_norm"] or 0.0
+    inner, limit = {**options, "max_grad_norm": 0.0}, options["max_grad_norm"] or 0.0
     if "max_grad_norm" not in taken:
         del inner["max_grad_norm"]
-    check_at_least("max_grad_norm", wanted, 0)
-    if wanted > 0 and clip_grad > 0:
-        raise ValueError(f"max_grad_norm={wanted} and clip_grad={clip_grad} are two spellings of one option: give one")
-    return inner, clip_grad or float(wanted)
+    check_at_least("max_grad_norm", limit, 0)
+    if limit > 0 and clip_grad > 0:
+        raise ValueError(f"max_grad_norm={limit} and clip_grad={clip_grad} are two spellings of one option: give one")
+    return inner, clip_grad or float(limit)
 
 
 def check_parameters(group: dict[str, Any], number: int, config: ZeroConfig) -> None:

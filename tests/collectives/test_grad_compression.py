@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_compressopt import (
     GradientCompression,
     OnebitAdam,
+    attach_ddp,
     average_gradients,
     compress_hook,
     ddp_hook,
@@ -562,6 +563,22 @@ def test_pythons_reducer_is_refused(rank: int, world_size: int) -> None:
     for hook in (compress_hook, ddp_hook):
         with pytest.raises(ValueError, match="python_reducer"):
             hook(GradientCompression(zeros()), (torch.zeros(3), nn.Parameter(torch.zeros(3))))
+
+
+@pytest.mark.full
+@on_ranks(2, timeout=120)
+def test_pythons_reducer_of_torch_compile_is_refused_in_the_first_backward(rank: int, world_size: int) -> None:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        for how in ("compress_hook", "attach_ddp"):
+            net = make_net()
+            model = DistributedDataParallel(net)
+            if how == "attach_ddp":
+                attach_ddp(model, OnebitAdam(net.parameters(), freeze_step=2))
+            else:
+                model.register_comm_hook(GradientCompression(net.named_parameters()), compress_hook)
+            compiled = torch.compile(model, backend="aot_eager")
+            with pytest.raises(ValueError, match="python_reducer.*leave it at its default"):
+                backward(compiled, rank, 0)
 
 
 @on_ranks(2)

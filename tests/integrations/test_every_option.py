@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_compressopt import average_gradients, load_state, save_state
 from hf_compressopt.integrations.algorithms import ALGORITHMS
-from hf_compressopt.integrations.plugin import text_options
+from hf_compressopt.integrations.optim_args import text_options
 from tests.support.harness import run_ranks
 from tests.support.trainer_runs import OLD_HOST, equal_params, same_on_all_ranks, trainer_arguments, use_accelerate
 

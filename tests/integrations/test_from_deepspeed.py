@@ -12,7 +12,7 @@ import torch
 import hf_compressopt
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, ZeroOptimizer, cli
 from hf_compressopt.integrations.deepspeed import LOST, RULES, SAME, accelerate_code, translate
-from hf_compressopt.integrations.plugin import text_options
+from hf_compressopt.integrations.optim_args import text_options
 
 hf_compressopt.register()
 

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import hf_compressopt
-from hf_compressopt import CompressOptPlugin, OnebitAdam, ZeroOptimizer
-from hf_compressopt.integrations.plugin import OptimArgs, read_optim_args
+from hf_compressopt import CompressOptPlugin, FusedAdam, OnebitAdam, ZeroOptimizer
+from hf_compressopt.grad_compression import MessageOptions
+from hf_compressopt.integrations.optim_args import read_optim_args
+from hf_compressopt.integrations.run_options import RunOptions
 from tests.support.harness import on_ranks
 from tests.support.trainer_runs import Run, make_trainer
 
@@ -18,31 +20,39 @@ from tests.support.trainer_runs import Run, make_trainer
 @pytest.mark.parametrize(
     ("name", "text", "found"),
     [
-        ("onebit_adam", None, OptimArgs()),
-        ("onebit_adam", " freeze_step = 3 , scale_block=none ", OptimArgs({"freeze_step": 3, "scale_block": None})),
-        ("onebit_lamb", "max_coeff=2", OptimArgs({"max_coeff": 2.0})),
-        ("onebit_adam", "max_update=3.5", OptimArgs({"max_update": 3.5})),
-        ("zero_one_adam", "max_update=none", OptimArgs({"max_update": None})),
-        ("onebit_adam", "async_save=true", OptimArgs(async_save=True)),
-        ("fused_adam", "bias_correction=false", OptimArgs({"bias_correction": False})),
+        ("onebit_adam", None, {"optimizer": "onebit_adam"}),
+        (
+            "onebit_adam",
+            " freeze_step = 3 , scale_block=none ",
+            {"optimizer": "onebit_adam", "optimizer_options": {"freeze_step": 3, "scale_block": None}},
+        ),
+        ("onebit_lamb", "max_coeff=2", {"optimizer": "onebit_lamb", "optimizer_options": {"max_coeff": 2.0}}),
+        (
+            "zero_one_adam",
+            "max_update=none",
+            {"optimizer": "zero_one_adam", "optimizer_options": {"max_update": None}},
+        ),
+        ("onebit_adam", "async_save=true", {"optimizer": "onebit_adam", "async_save": True}),
+        ("fused_adam", "bias_correction=false", {"optimizer_options": {"bias_correction": False}}),
         (
             "zero2_adamw",
             "bucket_cap_mb=50,async_save=1",
-            OptimArgs(zero={"stage": 2, "bucket_cap_mb": 50.0}, async_save=True),
+            {"zero": {"stage": 2, "bucket_cap_mb": 50.0}, "async_save": True},
         ),
-        ("fused_adam", "zero_stage=1,clip_grad=2", OptimArgs(zero={"stage": 1, "clip_grad": 2.0})),
-        ("adamw_torch", "fused=true", OptimArgs(others="fused=true")),
+        ("fused_adam", "zero_stage=1,clip_grad=2", {"zero": {"stage": 1, "clip_grad": 2.0}}),
+        ("adamw_torch", "zero_stage=0", {}),
+        ("adamw_torch", "fused=true", {"others": "fused=true"}),
         (
             "adamw_torch",
             "grad_compression=int4,node_bits=16",
-            OptimArgs(grad_compression="int4", messages={"node_bits": 16}),
+            {"grad_compression": "int4", "messages": MessageOptions(node_bits=16)},
         ),
-        ("galore_adamw", "in;Trainer's own:format", OptimArgs(others="in;Trainer's own:format")),
-        ("sgd", "momentum=0.9, zero_stage=2", OptimArgs(zero={"stage": 2}, others="momentum=0.9")),
+        ("galore_adamw", "in;Trainer's own:format", {"others": "in;Trainer's own:format"}),
+        ("sgd", "momentum=0.9, zero_stage=2", {"zero": {"stage": 2}, "others": "momentum=0.9"}),
     ],
 )
-def test_each_option_reaches_its_owner(name: str, text: str | None, found: OptimArgs) -> None:
-    assert read_optim_args(name, text) == found
+def test_each_option_reaches_its_owner(name: str, text: str | None, found: dict[str, Any]) -> None:
+    assert read_optim_args(name, text) == RunOptions(**found)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +147,50 @@ def test_an_option_that_trainers_own_optimizer_ignores_is_refused_under_zero(opt
     assert cls is ZeroOptimizer and kwargs["bucket_cap_mb"] == 50 and ("momentum" in kwargs) == bool(known)
 
 
+def made_by_trainer(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], optim: str, optim_args: str) -> Any:
+    """The class of the optimizer, and its options."""
+    from transformers import Trainer, TrainingArguments
+
+    hf_compressopt.register()
+    with monkeypatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(f"COMPRESSOPT_{name}", value)
+        quiet = {"output_dir": "unused", "use_cpu": True, "report_to": "none"}
+        args = TrainingArguments(**quiet, optim=optim, optim_args=optim_args or None)
+        return Trainer.get_optimizer_cls_and_kwargs(args)
+
+
+def test_variables_stand_for_what_optim_args_do_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[tuple[dict[str, str], str, str, dict[str, Any]]] = [
+        ({"PARAM_COMPRESSION": "int8"}, "zero2_adamw", "", {"stage": 2, "param_compression": "int8"}),
+        ({"PARAM_COMPRESSION": "int8"}, "zero2_adamw", "param_compression=none", {"param_compression": "none"}),
+        ({"ZERO_STAGE": "2"}, "fused_adam", "grad_compression=int4", {"stage": 2, "grad_compression": "int4"}),
+        ({"BUCKET_CAP_MB": "5"}, "adamw_torch", "zero_stage=1", {"stage": 1, "bucket_cap_mb": 5.0}),
+        ({"WARMUP_BITS": "8", "CLIP": "local"}, "onebit_adam", "clip=sketch", {"warmup_bits": 8, "clip": "sketch"}),
+    ]
+    for variables, optim, optim_args, expected in cases:
+        cls, options = made_by_trainer(monkeypatch, variables, optim, optim_args)
+        assert (cls is ZeroOptimizer) == ("stage" in options) == (optim != "onebit_adam")
+        assert {name: options[name] for name in expected} == expected, (variables, optim_args)
+    cls, options = made_by_trainer(monkeypatch, {"ZERO_STAGE": "2"}, "fused_adam", "zero_stage=0")
+    assert cls is FusedAdam and "stage" not in options
+    for name in ("GRAD_COMPRESSION", "PARAM_COMPRESSION"):
+        with pytest.raises(ValueError, match=f"{name.lower()}=int4 is"):
+            made_by_trainer(monkeypatch, {name: "int4"}, "onebit_adam", "")
+
+
+@on_ranks(2)
+def test_options_are_read_when_a_trainer_is_made_and_not_again(rank: int, world_size: int, tmp_path: Path) -> None:
+    given = {"optim": "onebit_adam", "optim_args": "freeze_step=1", "max_steps": 2, "output_dir": str(tmp_path)}
+    trainer = make_trainer(rank, world_size, Run({**given, "save_strategy": "steps", "save_steps": 1}))
+    trainer.create_optimizer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPRESSOPT_OF_ANOTHER_PROGRAM", "1")
+        trainer.args.optim_args = "of_another=1"
+        trainer.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
+
 def test_the_spellings_of_the_ecosystem_mean_what_the_older_ones_mean() -> None:
     params = [torch.nn.Parameter(torch.ones(8))]
     assert OnebitAdam(params, overlap_comm=True)._clip == OnebitAdam(params, clip="late")._clip == "late"
@@ -148,7 +202,7 @@ def test_the_spellings_of_the_ecosystem_mean_what_the_older_ones_mean() -> None:
         assert ZeroOptimizer(params, inner, lr=0.1, max_grad_norm=2.0).clip_grad == 2.0
     with pytest.raises(ValueError, match="max_grad_norm=2.0 and clip_grad=1.0 are two spellings"):
         ZeroOptimizer(params, torch.optim.AdamW, max_grad_norm=2.0, clip_grad=1.0)
-    both = [CompressOptPlugin(topology=name).message_options() for name in ("hierarchical", "two-level")]
+    both = [CompressOptPlugin(topology=name).run_options().messages for name in ("hierarchical", "two-level")]
     assert both[0] == both[1] and both[0].topology == "hierarchical"
 
 
@@ -173,8 +227,8 @@ ONEBIT: dict[str, Any] = {"optimizer": "onebit_adam"}
     [
         ({"optimizer": "zwei_bit"}, "optimizer must be one of"),
         ({"freeze_step": "soon"}, "freeze_step must be an int >= 1, or 'auto', got 'soon'"),
-        ({"freeze_step": 0}, "freeze_step must be an int >= 1"),
-        ({"total_steps": 0}, "total_steps must be an int >= 1"),
+        ({"freeze_step": 0}, "freeze_step must be >= 1"),
+        ({"total_steps": 0}, "total_steps must be >= 1"),
         ({"total_steps": 1.5}, "total_steps must be an int >= 1"),
         ({"grad_compression": "4bit"}, "grad_compression must be one of"),
         ({"grad_compression": "int4", "bucket_cap_mb": 0.0}, "bucket_cap_mb must be > 0"),
@@ -188,7 +242,7 @@ ONEBIT: dict[str, Any] = {"optimizer": "onebit_adam"}
     ],
 )
 def test_what_is_not_legal_is_refused(options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         CompressOptPlugin(**options)
     for name, value in options.items():
         monkeypatch.setenv(f"COMPRESSOPT_{name.upper()}", str(value))
@@ -215,12 +269,15 @@ def test_fields_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 def test_ordinary_optimizers_stay_under_zero_and_with_compressed_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     for options in ({"zero_stage": 1}, {"grad_compression": "int4"}, {"zero_stage": 2, "grad_compression": "int8"}):
         plugin = CompressOptPlugin(**options)  # type: ignore[arg-type]
-        assert plugin.optimizer == "none" and (plugin.ddp_compression != "none") == ("zero_stage" not in options)
+        carried = plugin.run_options()
+        assert plugin.optimizer == "none" and bool(carried.compresses) == ("zero_stage" not in options) != bool(
+            carried.zero
+        )
     monkeypatch.setenv("COMPRESSOPT_OPTIM", "onebit_adam")
     for stage in (1, 2):
         monkeypatch.setenv("COMPRESSOPT_ZERO_STAGE", str(stage))
         plugin = CompressOptPlugin()
-        assert not plugin.partitions and plugin.convert(adamw()).zero_stage == stage  # type: ignore[attr-defined]
+        assert not plugin.run_options().zero and plugin.convert(adamw()).zero_stage == stage  # type: ignore[attr-defined]
 
 
 def test_options_reach_the_optimizer_that_the_plugin_makes(monkeypatch: pytest.MonkeyPatch) -> None:

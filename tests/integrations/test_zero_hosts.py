@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, ZeroOptimizer, attach
+from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, ZeroOptimizer, attach, register
 from hf_compressopt.amp import innermost
 from tests.checkpoint.test_resharding import stored
 from tests.integrations.test_accelerate import loop as accelerate_loop
@@ -24,6 +24,7 @@ from tests.support.trainer_runs import (
     losses,
     network,
     train_all,
+    trainer_arguments,
     use_accelerate,
 )
 
@@ -313,3 +314,45 @@ def test_buffers_are_those_of_rank_0_as_with_ddp(rank: int, world_size: int, how
         for broadcast in (True, False):
             found, expected = (train_centred(rank, name, broadcast=broadcast) for name in (zero, how))
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+class CentredForTrainer(Centred):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"loss": super().forward(x), "logits": labels}
+
+
+def train_centred_by_trainer(rank: int, optim: str, optim_args: str = "", **given: Any) -> list[torch.Tensor]:
+    """Train, with evaluations between the steps. Returns the parameters, and this rank's buffers."""
+    from transformers import Trainer
+
+    use_accelerate(rank, 2)
+    register()
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(96, 8, generator=generator) + 3 * (torch.arange(96) % 2)[:, None]
+    data = [{"x": row, "labels": row[:1]} for row in rows]
+    more = {"max_steps": 6, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 4}
+    more["per_device_train_batch_size"] = 8
+    arguments = trainer_arguments(
+        output_dir="unused", learning_rate=1e-2, optim=optim, optim_args=optim_args, **more, **given
+    )
+    trainer = Trainer(CentredForTrainer(), arguments, train_dataset=data, eval_dataset=data[:12])
+    trainer.train()
+    return [tensor.detach().clone() for tensor in (*trainer.model.parameters(), *trainer.model.buffers())]
+
+
+@on_ranks(2)
+def test_a_model_with_statistics_trains_by_trainer_as_without_this_package(rank: int, world_size: int) -> None:
+    """DistributedDataParallel shares rank 0's buffers before each forward, or not; so does what takes its place."""
+    for broadcast in (True, False):
+        options = {"ddp_broadcast_buffers": broadcast}
+        expected = train_centred_by_trainer(rank, "adamw_torch", **options)
+        assert len(expected) == 10 and same_on_all_ranks(expected[:5]) and not same_on_all_ranks(expected[5:])
+        found = {
+            "warmup": train_centred_by_trainer(rank, "onebit_adam", "warmup_bits=32,freeze_step=100", **options),
+            "ZeRO-1": train_centred_by_trainer(rank, "zero1_adamw", **options),
+            "ZeRO-2": train_centred_by_trainer(rank, "zero2_adamw", **options),
+        }
+        for name, tensors in found.items():
+            torch.testing.assert_close(
+                tensors, expected, rtol=0, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
