@@ -40,21 +40,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command on this rank."""
     arguments = _parser().parse_args(argv)
     try:
-        place = _Place(arguments.use_cpu)
-        place.join(arguments.timeout)
+        launch = _Launch(arguments.use_cpu)
+        launch.join(arguments.timeout)
     except ValueError as error:
         return _complain(2, error)
     except (RuntimeError, OSError) as error:
         return _complain(1, f"the ranks did not find each other: {error}")
     try:
-        text = _advise(arguments, place)
+        text = _advise(arguments, launch)
     except ValueError as error:
         code = _complain(2, error)
     except (RuntimeError, OSError) as error:
         return _complain(1, f"the link or another rank failed: {error}")
     else:
         code = 0
-        if place.everyone.rank == 0:
+        if launch.everyone.rank == 0:
             print(text, flush=True)
     dist.destroy_process_group()
     return code
@@ -82,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Place:
-    """The place of this rank among the others, from the launcher's variables."""
+class _Launch:
+    """The ranks of this launch, by the launcher's variables, and the groups of them."""
 
     everyone: Communicator  # from join() on
     neighbours: Communicator | None = None  # the ranks of this node, if there are several, and several nodes
@@ -123,62 +123,58 @@ class _Place:
         if self.nodes > 1 and self.local > 1:
             starts = range(0, self.ranks, self.local)
             groups = [dist.new_group(list(range(start, start + self.local)), timeout=wait) for start in starts]
-            own = groups[self.everyone.rank // self.local]
-            self.neighbours = TorchCommunicator(own, device=self.device)
+            of_node = groups[self.everyone.rank // self.local]
+            self.neighbours = TorchCommunicator(of_node, device=self.device)
 
 
-def _advise(arguments: argparse.Namespace, place: _Place) -> str:
+def _advise(arguments: argparse.Namespace, launch: _Launch) -> str:
     """Measure what is not given, and render the ranking. All ranks call, and raise together."""
-    everyone, given = place.everyone, {key: value for key, value in vars(arguments).items() if value is not None}
-    everyone.require_equal("the arguments", given)
-    measured: dict[str, Any] = {"backend": everyone.name, "device": place.device.type}
+    everyone = launch.everyone
+    everyone.require_equal("the arguments", {key: value for key, value in vars(arguments).items() if value is not None})
+    measured: dict[str, Any] = {"backend": everyone.name, "device": launch.device.type}
     everyone.run_together(lambda: estimate.count_model(arguments), others=ValueError)
-    if arguments.trainable is not None:
-        if arguments.trainable > arguments.params:
-            raise ValueError(f"--trainable must be at most the model's {arguments.params}, got {arguments.trainable}")
-        arguments.params = arguments.trainable
     if arguments.memory_bandwidth is None:
         arguments.memory_bandwidth = measured["memory_bandwidth"] = link.measure_memory(everyone)
-    _measure_links(arguments, place, measured)
+    _measure_links(arguments, launch, measured)
 
     def render() -> str:
-        arguments.nodes, arguments.gpus_per_node = place.nodes, place.local
-        found = estimate.predict(arguments, place.ranks)
+        arguments.nodes, arguments.gpus_per_node = launch.nodes, launch.local
+        facts = estimate.predict(arguments, launch.ranks)
         if arguments.json:
-            return json.dumps({**found, "measured": measured}, indent=2)
-        table = report.short_table(found["ranking"])
-        return "\n".join([found["verdict"], "", table, "", *_facts(arguments, place, measured)])
+            return json.dumps({**facts, "measured": measured}, indent=2)
+        table = report.short_table(facts["ranking"])
+        return "\n".join([facts["verdict"], "", table, "", *_facts(arguments, launch, measured)])
 
     return everyone.run_together(render, others=ValueError)
 
 
-def _measure_links(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any]) -> None:
+def _measure_links(arguments: argparse.Namespace, launch: _Launch, measured: dict[str, Any]) -> None:
     """Fill in the rates of the links."""
     missing = [name for name in ("bandwidth", "latency", "host_bandwidth") if getattr(arguments, name) is None]
     if missing:
-        shape = (place.ranks, 1) if place.nodes == 1 else (place.nodes, place.local)
-        found = _link(place.everyone, place, shape, measured, "link")
+        shape = (launch.ranks, 1) if launch.nodes == 1 else (launch.nodes, launch.local)
+        rates = _link(launch.everyone, launch, shape, measured, "link")
         for name in missing:
-            setattr(arguments, name, getattr(found, name))
-    if place.neighbours is not None and arguments.local_bandwidth is None:
-        found = _link(place.neighbours, place, (place.local, 1), measured, "local_link")
-        arguments.local_bandwidth = -link.slowest([-found.bandwidth], place.everyone)[0]
-    if place.neighbours is not None and arguments.topology == topology.AUTO:
-        levels = topology.with_topology(place.everyone, topology.TopologyOptions(node_size=place.local)).levels
+            setattr(arguments, name, getattr(rates, name))
+    if launch.neighbours is not None and arguments.local_bandwidth is None:
+        rates = _link(launch.neighbours, launch, (launch.local, 1), measured, "local_link")
+        arguments.local_bandwidth = -link.slowest([-rates.bandwidth], launch.everyone)[0]
+    if launch.neighbours is not None and arguments.topology == topology.AUTO:
+        levels = topology.with_topology(launch.everyone, topology.TopologyOptions(node_size=launch.local)).levels
         if levels is not None:
-            measured["topology"] = link.exchange_seconds(place.everyone, levels)
+            measured["topology"] = link.exchange_seconds(launch.everyone, levels)
             if not link.nodes_pay(*measured["topology"]):
                 arguments.topology = topology.FLAT
 
 
-def _link(channel: Communicator, place: _Place, shape: tuple[int, int], measured: dict[str, Any], name: str) -> Link:
+def _link(channel: Communicator, launch: _Launch, shape: tuple[int, int], measured: dict[str, Any], name: str) -> Link:
     """Measure a link by all collectives, and return the medians of their rates."""
-    timings = link.measure(channel, place.everyone)
+    timings = link.measure(channel, launch.everyone)
 
     def fit() -> dict[str, Link]:
         return {collective: link.fit(collective, *shape, rows) for collective, rows in timings.items()}
 
-    links = place.everyone.run_together(fit, others=ValueError)
+    links = launch.everyone.run_together(fit, others=ValueError)
     measured[name] = {}
     for collective, rows in timings.items():
         rates = {key: None if value == math.inf else value for key, value in asdict(links[collective]).items()}
@@ -186,14 +182,16 @@ def _link(channel: Communicator, place: _Place, shape: tuple[int, int], measured
     return link.middle(list(links.values()))
 
 
-def _facts(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any]) -> list[str]:
+def _facts(arguments: argparse.Namespace, launch: _Launch, measured: dict[str, Any]) -> list[str]:
     """Lines on what was measured, and the command that predicts the same."""
-    kind = f"{arguments.dtype} {'trainable ' if arguments.trainable else ''}parameters"
     lines = [
-        f"{place.ranks} ranks on {place.nodes} machine(s), {measured['backend']} on {measured['device']}; "
-        f"{arguments.params:,} {kind}"
+        f"{launch.ranks} ranks on {launch.nodes} machine(s), {measured['backend']} on {measured['device']}; "
+        f"{estimate.describe_parameters(arguments)}"
     ]
-    for name, title in (("link", "the link of a machine" if place.nodes > 1 else "the link"), ("local_link", "inside")):
+    for name, title in (
+        ("link", "the link of a machine" if launch.nodes > 1 else "the link"),
+        ("local_link", "inside"),
+    ):
         for collective, row in measured.get(name, {}).items():
             host = f", {_gigabits(row['host_bandwidth'])} by a rank's CPU" if row["host_bandwidth"] else ""
             rate, hop = _gigabits(row["bandwidth"]), f"{row['latency'] * 1e6:,.0f} us"
@@ -202,13 +200,13 @@ def _facts(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any
         lines.append(f"measured both topologies: {link.described(*measured['topology'])}")
     if "memory_bandwidth" in measured:
         lines.append(f"measured memory of a rank: {measured['memory_bandwidth'] / 1e9:.3g} GB/s")
-    return [*lines, f"to predict the same: {_estimate(arguments, place)}"]
+    return [*lines, f"to predict the same: {_estimate(arguments, launch)}"]
 
 
-def _estimate(arguments: argparse.Namespace, place: _Place) -> str:
+def _estimate(arguments: argparse.Namespace, launch: _Launch) -> str:
     """The command ``hf-compressopt estimate`` with these numbers."""
-    options = {"params": arguments.params, "nodes": place.nodes, "gpus_per_node": place.local}
-    options |= {name: getattr(arguments, name) for name in ("dtype", "steps", "accumulation")}
+    options = {"params": arguments.params, "nodes": launch.nodes, "gpus_per_node": launch.local}
+    options |= {name: getattr(arguments, name) for name in ("trainable", "dtype", "steps", "accumulation")}
     for name in ("bandwidth", "local_bandwidth", "memory_bandwidth", "host_bandwidth"):
         rate = getattr(arguments, name)
         options[name] = f"{rate / 1e9:.4g}GB/s" if rate and rate < math.inf else None

@@ -46,9 +46,10 @@ def collect() -> dict[str, Any]:
 
 def render(facts: dict[str, Any]) -> str:
     """Render the facts of :func:`collect` as text."""
-    gpu, kernels, communicators = facts["gpu"], facts["kernels"], facts["communicators"]
+    gpu, kernels = facts["gpu"], facts["kernels"]
     devices = {f"GPU {index}": text for index, text in enumerate(gpu["devices"])} or {"devices": "none"}
     python = f"{facts['python']['version']} on {facts['python']['platform']}"
+    communicators = facts["communicators"]
     backends, mpi = ", ".join(communicators["torch"]) or "none", _mpi_text(communicators["mpi"])
     sections = {
         f"hf_compressopt {facts['package']['version']}": {"path": facts["package"]["path"], "python": python},

@@ -252,7 +252,8 @@ def accelerate_code(translation: Translation) -> str:
 
 def _optimizer(translation: Translation, imports: list[str]) -> str:
     """The expression that creates the optimizer, for :func:`accelerate_code`; what it imports goes to ``imports``."""
-    name, options, common = translation.optim, dict(translation.optim_args), adam_options(translation)
+    name, options = translation.optim, dict(translation.optim_args)
+    common = adam_options(translation)
     cls = f"torch.optim.{_TORCH_CLASSES.get(name, 'AdamW')}"
     if name in OPTIMIZERS:
         cls = OPTIMIZERS[name].__name__

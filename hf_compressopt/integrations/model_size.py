@@ -1,17 +1,29 @@
-"""The parameters of a model that is described by a folder with its configuration."""
+"""The size of a model that is described by a folder with its configuration."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
-from hf_compressopt.kernels.messages import travels_in_full
+from hf_compressopt.kernels.messages import travels_beside_signs, travels_in_full
+from hf_compressopt.optim.onebit_adam import OnebitAdam
+from hf_compressopt.options import options_of
 
 
-def parameters_of(folder: str) -> tuple[int, int]:
-    """Count the trainable parameters of a folder's model, without weights, and those that travel in full precision."""
+class ModelSize(NamedTuple):
+    """Trainable parameters, and those of them that messages leave out and that travel in full precision."""
+
+    params: int
+    in_full: int  # beside messages of integers
+    beside_signs: int
+
+
+def size_of(folder: str) -> ModelSize:
+    """Count the parameters of a folder's model, without its weights."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
@@ -23,8 +35,13 @@ def parameters_of(folder: str) -> tuple[int, int]:
             f"--model {folder!r} cannot be counted ({_first_line(error)}): give a folder with the config.json of a "
             "Transformers model, or --params"
         ) from None
+    scale_block = options_of(OnebitAdam)["scale_block"].default
     trainable = [param for param in model.parameters() if param.requires_grad]
-    return sum(map(nn.Parameter.numel, trainable)), sum(p.numel() for p in trainable if travels_in_full(p))
+    return ModelSize(
+        params=sum(param.numel() for param in trainable),
+        in_full=sum(param.numel() for param in trainable if travels_in_full(param)),
+        beside_signs=sum(p.numel() for p in trainable if travels_beside_signs(p.shape, scale_block)),
+    )
 
 
 def _first_line(error: BaseException) -> str:

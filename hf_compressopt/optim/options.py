@@ -89,9 +89,10 @@ def names_by_group(default: Sequence[Sequence[str]], explicit: Sequence[str] | N
 def without_state_moved(
     groups: Sequence[dict[str, Any]], known: Iterable[Tensor], param_group: dict[str, Any]
 ) -> Iterator[None]:
-    """Inside, trainable parameters of a new param group that have no state are in no other group; so for good.
+    """A context for adding a param group, whose trainable parameters without state leave the groups they are in.
 
-    After an error they are back in their groups.
+    A parameter that was frozen has no state; once it trains, a new group may take it over. After an error all
+    parameters are back in their groups.
     """
     entries = param_group["params"]
     param_group["params"] = entries = [entries] if isinstance(entries, Tensor) else list(entries)

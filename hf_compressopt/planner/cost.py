@@ -54,7 +54,7 @@ ZERO_ONE_LOCAL = Passes(_NORM + 40, 12, 24)
 ONEBIT_LAMB = Passes(_NORM, 16, 40)
 
 
-# -- what is given ----------------------------------------------------------------------------------------------------
+# -- the machines and the training -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,8 @@ class Training:
     bucket_cap_mb: float = 25.0  # sent together: of gradients in DDP, of float32 values otherwise
     scale_block: int | None = 4096
     warmup_bits: int = signature(CompressedOptimizer).parameters["warmup_bits"].default
-    #: Of ``params``, those of one dimension or in tensors below 256 elements, which travel in full precision
-    #: beside low-bit messages.
-    in_full: int = 0
+    in_full: int = 0  # of ``params``, those that travel in full precision beside messages of integers
+    beside_signs: int = 0  # those beside messages of signs
     accumulation: int = 1  # micro-batches of a step; messages hide behind the last one's backward pass, but ZeRO-2's
 
 
@@ -186,12 +185,12 @@ class Model:
 
     def __init__(self, training: Training, cluster: Cluster) -> None:
         self.training, self.cluster = training, cluster
-        given = training.update_seconds
-        self.update = self._over_memory(_FUSED_ADAM) if given is None else given
-        if not 0 <= (given or 0) < training.compute_seconds:
+        explicit = training.update_seconds
+        self.update = self._over_memory(_FUSED_ADAM) if explicit is None else explicit
+        if not 0 <= (explicit or 0) < training.compute_seconds:
             raise ValueError(
                 f"update_seconds must be >= 0 and less than compute_seconds={training.compute_seconds}, of which it is "
-                f"a part, got {given}"
+                f"a part, got {explicit}"
             )
         if self.update >= training.compute_seconds:
             raise ValueError(
@@ -210,19 +209,19 @@ class Model:
 
     def ddp(self, itemsize: int | None = None) -> Step:
         """A step of DDP with gradients of the parameters' dtype, or of ``itemsize`` bytes by a 16-bit hook, (3)."""
-        own, ranks = self.training.itemsize, self.cluster.ranks
-        sent_as = itemsize or own
-        total = self.training.params * own
+        ranks, of_parameter = self.cluster.ranks, self.training.itemsize
+        sent_as = itemsize or of_parameter
+        total = self.training.params * of_parameter
         first, bucket = min(_FIRST_DDP_BUCKET, total), min(self.training.bucket_cap_mb * BYTES_PER_MB, total)
 
         def reduce(nbytes: float) -> Step:
             # a processor adds two 16-bit values no faster than two float32 values
-            work = 2 * (ranks - 1) / ranks * nbytes * FLOAT_BYTES / own
-            return ring(self.cluster, nbytes * sent_as / own, passes=2, work=work)
+            work = 2 * (ranks - 1) / ranks * nbytes * FLOAT_BYTES / of_parameter
+            return ring(self.cluster, nbytes * sent_as / of_parameter, passes=2, work=work)
 
         last = reduce(bucket)
         every = reduce(first) + last * ((total - first) / bucket)
-        casts = self._over_memory(_HALF_CASTS) if sent_as < own else 0.0
+        casts = self._over_memory(_HALF_CASTS) if sent_as < of_parameter else 0.0
         return replace(every, seconds=self._overlapped(every, last, first_share=first / total) + casts + self.update)
 
     def zero(self, stage: int = 1) -> Step:
@@ -242,7 +241,8 @@ class Model:
 
     def zero_low_bit(self, bits: int, stage: int = 1) -> Step:
         """A step of ZeRO with gradients, and parameters of 32 bits, in 4 or 8 bits: as (3), with the passes of (5)."""
-        ranks, grad, message = self.cluster.ranks, self.training.itemsize, bits / 8
+        ranks, grad = self.cluster.ranks, self.training.itemsize
+        message = bits / 8
         # gradient -> slice; slice, 8-bit error -> message, error; all messages of a part -> mean
         make = 3 * grad + 2 + 2 * message + FLOAT_BYTES / ranks + self._node_passes
         # of a part: master, parameter -> message; all messages, parameters -> parameters
@@ -250,7 +250,11 @@ class Model:
         first, then = self._phases(IntegerFormat(bits), grad)
         if grad < FLOAT_BYTES:
             then, apply = self._parameters()
-        return self._partitioned(stage, first, then, make, apply)
+        step = self._partitioned(stage, first, then, make, apply)
+        in_full = self.training.in_full * grad  # at the end of the step, with parameters of 16 bits as their changes
+        if in_full and grad == FLOAT_BYTES:
+            return step + all_to_all(self.cluster, in_full) + ring(self.cluster, in_full, passes=1)
+        return step + all_to_all(self.cluster, in_full) if in_full else step
 
     def compressed(self, passes: Passes, *, during_backward: bool = False) -> Step:
         """A step with a compressed message, (4), or one that is sent during backward, (5)."""
@@ -263,12 +267,13 @@ class Model:
             seconds = self._overlapped(messages, bucket, make) + self._over_memory(passes.apply)
         else:
             seconds = self.alone(passes).seconds + self._pipelined(make + passes.apply, messages)
-        step, in_full = replace(messages, seconds=seconds), self.training.in_full * FLOAT_BYTES
-        return step + ring(self.cluster, in_full, passes=2) if in_full else step
+        step, beside = replace(messages, seconds=seconds), self.training.beside_signs * FLOAT_BYTES
+        return step + ring(self.cluster, beside, passes=2) if beside else step
 
     def low_bit(self, bits: int, *, deferred: bool = False) -> Step:
         """A step of DDP with gradients in messages of 4 or 8 bits, (5); ``deferred`` errors wait for backward's end."""
-        ranks, grad, message = self.cluster.ranks, self.training.itemsize, bits / 8
+        ranks, grad = self.cluster.ranks, self.training.itemsize
+        message = bits / 8
         first, then = self._phases(IntegerFormat(bits))
         bucket = first + then
         messages = bucket * self.buckets
@@ -293,7 +298,8 @@ class Model:
 
     def shared_out(self, *, during_backward: bool = False) -> Step:
         """A step of a compressed optimizer's warmup stage with ``zero_stage``: (4), with messages of integers."""
-        ranks, grad, message = self.cluster.ranks, self.training.itemsize, self.training.warmup_bits / 8
+        ranks, grad = self.cluster.ranks, self.training.itemsize
+        message = self.training.warmup_bits / 8
         first, then = self._phases(IntegerFormat(self.training.warmup_bits))
         scattered, gathered = first * self.buckets, then * self.buckets
         # gradient, error -> message, error; all messages of a chunk -> mean

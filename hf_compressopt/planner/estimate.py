@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hf_compressopt.quantities import argument, bandwidth, count, duration, mebibytes, seconds
 
 if TYPE_CHECKING:
-    from hf_compressopt.planner.cost import Model
+    from hf_compressopt.planner.cost import Cluster, Training
 
 PARAMS_HELP = "number of trainable parameters: 350M, 7B, 124e6"
 _MOST_RANKS = 1_000_000
@@ -88,28 +89,37 @@ def run(arguments: argparse.Namespace) -> int:
     seconds of a step are predicted by the model of docs/dev/planner.md.
     """
     count_model(arguments)
-    found = predict(arguments, arguments.nodes * arguments.gpus_per_node)
-    print(json.dumps(found, indent=2) if arguments.json else "\n".join(_lines(arguments, found)))
+    facts = predict(arguments, arguments.nodes * arguments.gpus_per_node)
+    print(json.dumps(facts, indent=2) if arguments.json else "\n".join(_lines(arguments, facts)))
     return 0
 
 
 def count_model(arguments: argparse.Namespace) -> None:
-    """Fill in the parameters of --model."""
+    """Fill in the parameters of --model, and check --trainable."""
     if arguments.model is not None:
         from hf_compressopt.integrations import model_size
 
-        arguments.params, arguments.in_full = model_size.parameters_of(arguments.model)
+        size = model_size.size_of(arguments.model)
+        arguments.params = size.params
+        if not arguments.trainable:  # what else would train is not known
+            arguments.in_full, arguments.beside_signs = size.in_full, size.beside_signs
+    if arguments.trainable is not None and arguments.trainable > arguments.params:
+        raise ValueError(f"--trainable must be at most the model's {arguments.params}, got {arguments.trainable}")
 
 
-def _lines(arguments: argparse.Namespace, found: dict[str, Any]) -> list[str]:
+def describe_parameters(arguments: argparse.Namespace) -> str:
+    """The parameters in words."""
+    text = f"{arguments.params:,} {arguments.dtype} parameters"
+    return f"{text}, of which {arguments.trainable:,} train" if arguments.trainable else text
+
+
+def _lines(arguments: argparse.Namespace, facts: dict[str, Any]) -> list[str]:
     from hf_compressopt.planner import report
 
-    what = f"{arguments.params:,} {arguments.dtype} parameters"
-    if arguments.trainable:
-        what += f", of which {arguments.trainable:,} train"
-    of_memory = f"{what}, {found['ranks']} rank(s); GB (1e9 bytes) on each rank"
-    memory = found["bytes_per_rank"]
-    if "ranking" not in found:
+    what = describe_parameters(arguments)
+    of_memory = f"{what}, {facts['ranks']} rank(s); GB (1e9 bytes) on each rank"
+    memory = facts["bytes_per_rank"]
+    if "ranking" not in facts:
         shown = memory if arguments.tables else {name: memory[name] for name in _MAIN_ROWS if name in memory}
         lines = [of_memory, report.memory_table(shown), ""]
         return [*lines, "for times and advice give --nodes or --gpus-per-node, --bandwidth and --compute-seconds"]
@@ -117,16 +127,16 @@ def _lines(arguments: argparse.Namespace, found: dict[str, Any]) -> list[str]:
     run = (
         f"means of a run of {arguments.steps:,} steps{accumulated}, {duration(arguments.compute_seconds)} of computing"
     )
-    lines = [found["verdict"], "", f"{what}, {found['ranks']} ranks; {run}"]
+    lines = [facts["verdict"], "", f"{what}, {facts['ranks']} ranks; {run}"]
     if not arguments.tables:
         return [
             *lines,
-            report.short_table(found["ranking"]),
+            report.short_table(facts["ranking"]),
             "",
             "--tables shows all ways, their stages and their memory",
         ]
-    lines += [report.ranking_table(found["ranking"]), "", "steps of each stage"]
-    lines += [report.time_table(found["steps"], arguments.compute_seconds), ""]
+    lines += [report.ranking_table(facts["ranking"]), "", "steps of each stage"]
+    lines += [report.time_table(facts["steps"], arguments.compute_seconds), ""]
     return [*lines, of_memory, report.memory_table(memory)]
 
 
@@ -134,45 +144,59 @@ def predict(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """All predictions, in values that JSON can hold."""
     import torch
 
-    from hf_compressopt.planner import report
+    from hf_compressopt.planner import advice
+    from hf_compressopt.planner.cost import Model
+    from hf_compressopt.planner.memory import FSDP2, memory_rows
 
     if ranks > _MOST_RANKS:
         raise ValueError(f"--nodes times --gpus-per-node must be at most {_MOST_RANKS:,} ranks, got {ranks:,}")
     trained = arguments.trainable or arguments.params
-    if trained > arguments.params:
-        raise ValueError(f"--trainable must be at most the model's {arguments.params}, got {trained}")
-    dtype, several = getattr(torch, arguments.dtype), arguments.topology != "flat" and arguments.nodes > 1
+    dtype, cluster = getattr(torch, arguments.dtype), _cluster(arguments)
     sizes = dtype, arguments.states_per_parameter, arguments.bucket_cap_mb
-    node_size, accumulates = arguments.gpus_per_node if several else 1, arguments.accumulation > 1
-    memory = report.memory_rows(trained, ranks, *sizes, node_size, accumulates=accumulates)
+    memory = memory_rows(trained, ranks, *sizes, cluster.node_size, accumulates=arguments.accumulation > 1)
     for name, row in memory.items():
-        frozen = (arguments.params - trained) * dtype.itemsize // (ranks if name in report.FSDP2 else 1)
+        frozen = (arguments.params - trained) * dtype.itemsize // (ranks if name in FSDP2 else 1)
         row["parameters"] += frozen
         row["total"] += frozen
-    model = _cost_model(arguments, trained, dtype.itemsize)
-    times = {} if model is None else report.as_json(model, arguments.steps, memory, arguments.warmup_bits)
+    times = {}
+    if _asks_for_times(arguments):
+        model = Model(_training(arguments, trained, dtype.itemsize), cluster)
+        times = advice.as_json(model, arguments.steps, memory, arguments.warmup_bits)
     return {"ranks": ranks, "bytes_per_rank": memory, **times}
 
 
-def _cost_model(arguments: argparse.Namespace, trained: int, itemsize: int) -> Model | None:
-    """The model of time, or None if no time is asked for."""
-    from hf_compressopt.planner.cost import Cluster, Model, Training
+_RATES = ("local_bandwidth", "memory_bandwidth", "host_bandwidth", "latency")
 
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    of_training = {name: given[name] for name in ("update_seconds", "warmup_bits", "in_full") if name in given}
-    rates = ("local_bandwidth", "memory_bandwidth", "host_bandwidth", "latency")
-    of_cluster = {name: given[name] for name in rates if name in given}
-    missing = [name for name in ("bandwidth", "compute_seconds") if name not in given]
-    if len(missing) == 2 and not {"update_seconds", "warmup_bits", *rates} & given.keys():
-        return None
+
+def _asks_for_times(arguments: argparse.Namespace) -> bool:
+    """True if times are to be predicted; a ValueError if they cannot be."""
+    told = {name for name, value in vars(arguments).items() if value is not None}
+    missing = [name for name in ("bandwidth", "compute_seconds") if name not in told]
+    if len(missing) == 2 and told.isdisjoint({"update_seconds", "warmup_bits", *_RATES}):
+        return False
     if missing:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in missing)
         raise ValueError(f"predicting time needs --bandwidth and --compute-seconds; {flags} missing")
-    nodes, gpus = arguments.nodes, arguments.gpus_per_node
-    if nodes * gpus == 1:
+    if arguments.nodes * arguments.gpus_per_node == 1:
         raise ValueError("one rank sends nothing, so there is no time to predict: give --nodes or --gpus-per-node")
+    return True
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    """The machines; those of a cluster of unknown bandwidth cost no time."""
+    from hf_compressopt.planner.cost import Cluster
+
+    nodes, gpus = arguments.nodes, arguments.gpus_per_node
     if nodes == 1:
         nodes, gpus = gpus, 1  # each GPU has a link of its own
+    rates = {name: getattr(arguments, name) for name in _RATES if getattr(arguments, name) is not None}
+    return Cluster(nodes, gpus, arguments.bandwidth or math.inf, topology=arguments.topology, **rates)
+
+
+def _training(arguments: argparse.Namespace, trained: int, itemsize: int) -> Training:
+    from hf_compressopt.planner.cost import Training
+
+    names = ("update_seconds", "warmup_bits", "in_full", "beside_signs")
+    more = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
     sizes = {"itemsize": itemsize, "bucket_cap_mb": arguments.bucket_cap_mb, "accumulation": arguments.accumulation}
-    training = Training(trained, arguments.compute_seconds, **sizes, **of_training)
-    return Model(training, Cluster(nodes, gpus, arguments.bandwidth, topology=arguments.topology, **of_cluster))
+    return Training(trained, arguments.compute_seconds, **sizes, **more)

@@ -29,7 +29,8 @@ COLLECTIVES: dict[str, Callable[[Cluster, float], Step]] = {
 _SIZES = tuple(4096 * 4**power for power in range(8))  # bytes of a rank's message: 4 KiB to 64 MiB
 _SMALL_BYTES = 16384  # messages up to this size show the latency
 _ENOUGH_SECONDS, _ENOUGH_SIZES = 0.1, 4  # no larger message after one that takes so long
-_FEWEST, _MOST, _BUDGET_SECONDS = 3, 9, 0.2  # repetitions of a size, and when to stop before the most
+_FEWEST, _MOST = 3, 9  # repetitions of a size
+_BUDGET_SECONDS = 0.2  # when to stop before the most
 _MEMORY_BYTES, _MEMORY_REPEATS = 1 << 27, 5
 _PROBE, _REPEATS = 1 << 20, 3  # values that are exchanged to time a topology, and how often
 _CLEARLY = 1.25  # a hierarchical exchange may take so many times as long as a flat one before advise names "flat"
@@ -79,15 +80,15 @@ def middle(links: Sequence[Link]) -> Link:
 
 def measure(channel: Communicator, everyone: Communicator) -> dict[str, list[Timing]]:
     """Time the collectives, each at several sizes. All ranks call."""
-    found: dict[str, list[Timing]] = {}
+    by_collective: dict[str, list[Timing]] = {}
     for collective in COLLECTIVES:
-        timings = found[collective] = []
+        timings = by_collective[collective] = []
         for size in _SIZES:
             call, nbytes = _prepared(channel, collective, size)
             timings.append(Timing(nbytes, *_median_seconds(call, everyone)))
             if len(timings) >= _ENOUGH_SIZES and timings[-1].seconds > _ENOUGH_SECONDS:
                 break
-    return found
+    return by_collective
 
 
 def measure_memory(everyone: Communicator) -> float:
@@ -113,7 +114,8 @@ def described(flat: float, hierarchical: float) -> str:
 
 def exchange_seconds(communicator: Communicator, levels: Levels) -> tuple[float, float]:
     """Time a flat and a hierarchical exchange of values in 4 bits, by medians of the slowest rank. All ranks call."""
-    everyone, node, peers = (ranks.reached() for ranks in (communicator, levels.node, levels.peers))
+    everyone, node = communicator.reached(), levels.node.reached()
+    peers = levels.peers.reached()
     device, size = everyone.device, node.world_size
     values = torch.zeros(_PROBE, dtype=levels.dtype, device=device)
 
@@ -164,8 +166,8 @@ def _prepared(channel: Communicator, collective: str, size: int) -> tuple[Callab
         return lambda: channel.all_reduce(floats), part * count
     received = torch.empty(part * count, dtype=torch.uint8, device=device)
     if collective == "all_gather":
-        own = torch.zeros(part, dtype=torch.uint8, device=device)
-        return lambda: channel.all_gather(received, own), part * count
+        of_rank = torch.zeros(part, dtype=torch.uint8, device=device)
+        return lambda: channel.all_gather(received, of_rank), part * count
     sent, splits = torch.zeros_like(received), [part] * count
     return lambda: channel.all_to_all(received, sent, output_splits=splits, input_splits=splits), part * count
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_compressopt import FSDPCompression, compress_fsdp
-from hf_compressopt.planner.report import FSDP2, memory_rows
+from hf_compressopt.planner.memory import FSDP2, memory_rows
 from tests.fsdp import test_fsdp_compression as hsdp
 from tests.oracles.simulation_integers import Simulation, in_order
 from tests.support.harness import on_ranks, run_ranks

@@ -10,7 +10,7 @@ import hf_compressopt
 from hf_compressopt import CompressOptPlugin
 from hf_compressopt.format.index import CheckpointError
 from hf_compressopt.integrations.algorithms import ALGORITHMS
-from hf_compressopt.planner import report
+from hf_compressopt.planner.memory import memory_rows
 from tests.support import onebit_lion, trainer_runs
 from tests.support.harness import run_ranks
 from tests.support.trainer_runs import Run, equal_params, logged, losses
@@ -76,4 +76,4 @@ def test_the_plugin_and_the_planner_know_it_too(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(CompressOptPlugin(optimizer="onebit_lion").convert(plain), onebit_lion.OnebitLion)
     with pytest.raises(ValueError, match="onebit_lion has no variance_floor, got variance_floor=0.5"):
         CompressOptPlugin(optimizer="onebit_lion", variance_floor=0.5).convert(plain)
-    assert "OnebitLion" in report.memory_rows(1000, 2, torch.float32, 2, 25.0)
+    assert "OnebitLion" in memory_rows(1000, 2, torch.float32, 2, 25.0)

@@ -352,7 +352,9 @@ def test_a_model_with_statistics_trains_by_trainer_as_without_this_package(rank:
             "ZeRO-1": train_centred_by_trainer(rank, "zero1_adamw", **options),
             "ZeRO-2": train_centred_by_trainer(rank, "zero2_adamw", **options),
         }
+        # ZeRO evaluates by rank 0's buffers on all ranks, and so at the end: they are the ones that are saved
+        count = len(expected) if rank == 0 or not broadcast else 5
         for name, tensors in found.items():
             torch.testing.assert_close(
-                tensors, expected, rtol=0, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+                tensors[:count], expected[:count], rtol=0, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
             )

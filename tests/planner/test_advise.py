@@ -11,9 +11,10 @@ import torch
 from transformers import GPT2Config
 
 from hf_compressopt import advise
-from hf_compressopt.planner import link, report
+from hf_compressopt.planner import advice, link, report
 from hf_compressopt.planner.cost import Cluster, Model, Training
 from hf_compressopt.planner.link import Link, Timing
+from hf_compressopt.planner.memory import memory_rows
 from tests.support.launching import accelerate_launch, run, run_python, torchrun
 
 SIZES = [4096 * 4**power for power in range(8)]
@@ -65,8 +66,8 @@ def test_the_middle_of_several_links() -> None:
 
 def found_on(bandwidth: float, itemsize: int = 4, bits: int | None = None) -> dict[str, Any]:
     model = Model(Training(100_000_000, 0.5, itemsize=itemsize), Cluster(4, 1, bandwidth))
-    memory = report.memory_rows(100_000_000, 4, torch.float32 if itemsize == 4 else torch.bfloat16, 2, 25.0)
-    return report.as_json(model, 10_000, memory, bits)
+    memory = memory_rows(100_000_000, 4, torch.float32 if itemsize == 4 else torch.bfloat16, 2, 25.0)
+    return advice.as_json(model, 10_000, memory, bits)
 
 
 @pytest.mark.parametrize("itemsize", [4, 2])
@@ -98,7 +99,7 @@ def test_the_advice_changes_no_more_than_the_link_asks_for() -> None:
     for found in (fast, slow):
         choices, table = found["ranking"], report.ranking_table(found["ranking"])
         (mine,) = [choice for choice in choices if choice["flags"] == found["advised"]]
-        assert mine["run_seconds"] <= choices[0]["run_seconds"] * (1 + report.ALIKE)
+        assert mine["run_seconds"] <= choices[0]["run_seconds"] * (1 + advice.ALIKE)
         assert found["verdict"].startswith(f"use {mine['flags']}")
         assert f"{len(choices):2} " in table and mine["flags"] in table
 
@@ -106,7 +107,7 @@ def test_the_advice_changes_no_more_than_the_link_asks_for() -> None:
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_the_flags_name_a_topology_that_auto_would_not_take(gpus: int) -> None:
     model = Model(Training(100_000_000, 0.5), Cluster(4, gpus, 1.25e8, topology="flat"))
-    for way in report.ways(model, 10_000, None):
+    for way in advice.ways(model, 10_000, None):
         exchanged = "int" in way.flags or "zero" in way.flags or "onebit" in way.flags
         assert way.flags.endswith("topology=flat") == (exchanged and gpus > 1), way.flags
 
@@ -127,7 +128,8 @@ def test_only_trainable_parameters_travel() -> None:
     model = ["--params", "10040", "--compute-seconds", "0.1", "--trainable", "500", "--json"]
     done = run_python([*MODULE, *model, *LINK], ranks=2)
     found = json.loads(done.stdout)
-    assert found["bytes_per_rank"]["no ZeRO"]["parameters"] == 500 * 4
+    row = found["bytes_per_rank"]["no ZeRO"]
+    assert row["parameters"] == 10_040 * 4 and row["states"] == 500 * 8
     assert found["steps"]["DDP, 32-bit gradients"]["every step"]["sent"] == 500 * 4
 
 

@@ -5,7 +5,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,19 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
-from hf_compressopt import GradientCompression, OnebitAdam, OnebitLamb, ZeroOneAdam, average_gradients, cli, quantities
+from hf_compressopt import (
+    GradientCompression,
+    OnebitAdam,
+    OnebitLamb,
+    ZeroOneAdam,
+    ZeroOptimizer,
+    average_gradients,
+    cli,
+    quantities,
+)
+from hf_compressopt.kernels import messages
 from hf_compressopt.optim.moments import CompactMoments
-from hf_compressopt.planner import cost, report
+from hf_compressopt.planner import advice, cost, memory
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ZERO_ONE_LOCAL, Cluster, Model, Training
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from tests.support.harness import on_ranks
@@ -175,6 +185,26 @@ def warmup_bytes(zero_stage: int) -> float:
     return optimizer.metrics()["bytes_sent_step"]
 
 
+def compressed_bytes() -> float:
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in BESIDE_VECTORS]
+    optimizer = OnebitAdam(params, freeze_step=1)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        average_gradients(optimizer)
+        optimizer.step()
+    return optimizer.metrics()["bytes_sent_step"]
+
+
+def zero_bytes() -> float:
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in BESIDE_VECTORS]
+    low_bit = {"grad_compression": "int4", "param_compression": "int4"}
+    optimizer = ZeroOptimizer(params, torch.optim.AdamW, stage=1, lr=1e-3, **low_bit)
+    sum(param.sum() for param in params).backward()
+    optimizer.step()
+    return optimizer.metrics()["bytes_sent_step"]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @on_ranks()
 def test_bytes_of_integers_are_those_that_are_sent(rank: int, world_size: int) -> None:
@@ -189,6 +219,12 @@ def test_bytes_of_integers_are_those_that_are_sent(rank: int, world_size: int) -
         total = torch.tensor(warmup_bytes(zero_stage))  # with zero_stage by where the small tensors' servers are
         dist.all_reduce(total)
         assert float(total) / world_size == pytest.approx(expected.sent, rel=0.005)
+    messages.OWN_BLOCKS = 2
+    model = Model(Training(40_000, 1.0, in_full=1000, beside_signs=1000), Cluster(world_size, 1, 1e9))
+    for sent, step in ((compressed_bytes(), model.compressed(ONEBIT_ADAM)), (zero_bytes(), model.zero_low_bit(4))):
+        total = torch.tensor(sent)
+        dist.all_reduce(total)
+        assert float(total) / world_size == pytest.approx(step.sent, rel=0.02)
 
 
 @on_ranks(4)
@@ -196,7 +232,7 @@ def test_bytes_and_errors_in_two_levels_are_those_of_real_ranks(rank: int, world
     numel = 40_000
     training = Training(numel, 1.0, bucket_cap_mb=0.05)
     levels, flat = (Model(training, Cluster(2, 2, 1e9, topology=topology)) for topology in ("auto", "flat"))
-    step, expected = levels.low_bit(4), report.Buckets(numel, 4, 13_107, 2).errors
+    step, expected = levels.low_bit(4), memory.Buckets(numel, 4, 13_107, 2).errors
     state = averaged(MATRIX, node_size=2)
     sent = state.metrics()
     assert state.errors.worker.nbytes + state.errors.server.nbytes == pytest.approx(expected, rel=0.01)
@@ -206,12 +242,12 @@ def test_bytes_and_errors_in_two_levels_are_those_of_real_ranks(rank: int, world
     assert float(of_node.sum()) == pytest.approx(2 * step.sent, rel=0.01)
     # over gloo all of a flat exchange goes to each rank apart; the planner has a ring, which leaves a node once
     assert step.on_link < 0.6 * flat.low_bit(4).on_link
-    memory = report.memory_rows(numel, 4, torch.float32, 2, 0.05, 2)
-    assert memory["grad_compression"]["states"] == 8 * numel + expected
-    assert memory["OnebitAdam, zero_stage=2, then"]["gradients"] == 0
-    whole_gradients = report.memory_rows(numel, 4, torch.float32, 2, 0.05, 2, accumulates=True)
+    rows = memory.memory_rows(numel, 4, torch.float32, 2, 0.05, 2)
+    assert rows["grad_compression"]["states"] == 8 * numel + expected
+    assert rows["OnebitAdam, zero_stage=2, then"]["gradients"] == 0
+    whole_gradients = memory.memory_rows(numel, 4, torch.float32, 2, 0.05, 2, accumulates=True)
     assert whole_gradients["OnebitAdam, zero_stage=2, then"]["gradients"] == 4 * numel
-    whole, shared = (report.Buckets(numel, 4, 13_107, size).states(OnebitAdam)[report.THEN] for size in (1, 2))
+    whole, shared = (memory.Buckets(numel, 4, 13_107, size).states(OnebitAdam)[memory.THEN] for size in (1, 2))
     assert whole - shared == pytest.approx(1.0156 * numel / 2, rel=0.01)
 
 
@@ -273,7 +309,7 @@ def test_the_shares_of_stages_are_those_of_trainers_schedule(steps: int) -> None
             scaled = {"local_step_scaler": max(1, steps // 10), "local_step_clipper": {1000: 2}.get(steps, 1)}
             schedule = ZeroOneSchedule(optimizer.schedule.last_warmup_step, **scaled)
             shares[plan.stage, schedule.local_interval(plan.step)] += 1
-    assert report.zero_one_shares(steps, low_bit=False) == shares
+    assert advice.zero_one_shares(steps, low_bit=False) == shares
 
 
 NUMEL = 40_002
@@ -326,7 +362,7 @@ def bytes_of_freed(bucket_cap_mb: float) -> list[int]:
 @pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.05])
 @on_ranks()
 def test_memory_is_what_the_optimizers_hold(rank: int, world_size: int, bucket_cap_mb: float) -> None:
-    rows = report.memory_rows(NUMEL, world_size, torch.float32, 2, bucket_cap_mb)
+    rows = memory.memory_rows(NUMEL, world_size, torch.float32, 2, bucket_cap_mb)
     stages = [f"{name}, {stage}" for name in ("OnebitAdam", "ZeroOneAdam") for stage in ("warmup stage", "then")]
     names = [*stages, *["OnebitLamb"] * 2]
     expected = [rows[name]["states"] for name in names]
@@ -349,7 +385,7 @@ def test_memory_is_what_the_optimizers_hold(rank: int, world_size: int, bucket_c
         for form, states, means in (("warmup stage", *freed[:2]), ("then", *freed[2:])):
             row = rows[f"OnebitAdam, zero_stage=2, {form}"]
             assert states == pytest.approx(row["states"], abs=world_size * 40) and means == row["gradients"]
-            assert row["buckets"] > 0 and row["total"] == sum(row[part] for part in report.MEMORY[:-1])
+            assert row["buckets"] > 0 and row["total"] == sum(row[part] for part in memory.MEMORY[:-1])
     states = most(*bytes_of_states(bucket_cap_mb))
     assert states == pytest.approx(expected, abs=4 * 8 * 4)  # chunks have multiples of 8 elements, in each bucket
     assert states[:2] == expected[:2]
@@ -415,6 +451,19 @@ def test_a_models_folder_tells_its_parameters_without_weights(
         model.config.save_pretrained(tmp_path / name)
         found = facts_of(capsys, "estimate", "--model", str(tmp_path / name))["bytes_per_rank"]
         assert found["no ZeRO"]["parameters"] == 4 * sum(param.numel() for param in model.parameters())
+
+
+def test_a_vector_with_blocks_of_its_own_travels_as_signs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_inner=9000, n_head=2, vocab_size=64, n_positions=16))
+    net.config.architectures = [type(net).__name__]
+    net.config.save_pretrained(tmp_path)
+    steps = facts_of(capsys, "estimate", "--model", str(tmp_path), *WORDS[3:], *NETWORK)["steps"]
+    sizes = [param.numel() for param in net.parameters() if param.dim() == 1]
+    training = Training(sum(param.numel() for param in net.parameters()), quantities.seconds("350ms"))
+    training = replace(training, in_full=sum(sizes), beside_signs=sum(sizes) - 9000)
+    model = Model(training, Cluster(4, 2, 1.25e9))
+    assert steps["OnebitAdam"]["compressed"]["sent"] == model.compressed(ONEBIT_ADAM).sent
+    assert steps["grad_compression=int4"]["every step"]["sent"] == model.low_bit(4).sent
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16, 32])
