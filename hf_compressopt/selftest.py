@@ -48,7 +48,7 @@ def run(gpu: bool) -> dict[str, Any]:
         raise RuntimeError("there is no GPU: torch.cuda.is_available() is False. Leave out --gpu to test on the CPU")
     kernels = _kernels(device)
     training = _training(gpu)
-    alike = all(found.get("ranks_alike") and found.get("loss_falls") for found in training["optimizers"].values())
+    alike = all(each.get("ranks_alike") and each.get("loss_falls") for each in training["optimizers"].values())
     return {
         "passed": not any(kernels["different"].values()) and alike and "error" not in training,
         "device": torch.cuda.get_device_name(device) if gpu else "cpu",
@@ -58,9 +58,9 @@ def run(gpu: bool) -> dict[str, Any]:
     }
 
 
-def render(found: dict[str, Any]) -> list[str]:
-    """Render what :func:`run` has found: a line for each item, and the verdict."""
-    training, kernels = found["training"], found["kernels"]
+def render(results: dict[str, Any]) -> list[str]:
+    """Render the results of :func:`run`: a line for each item, and the verdict."""
+    training, kernels = results["training"], results["kernels"]
     lines = []
     if not kernels["native"]:
         lines.append(f"SKIP  native kernels: {kernels['because']}")
@@ -74,8 +74,8 @@ def render(found: dict[str, Any]) -> list[str]:
         lines.append(f"FAIL  {name}: not {', '.join(wrong)}; {facts}" if wrong else f"PASS  {name}: {facts}")
     if "error" in training:
         lines.append(f"FAIL  training: {training['error']}")
-    if found["passed"]:
-        return [*lines, f"all passed on {found['device']}, over {training['backend']}"]
+    if results["passed"]:
+        return [*lines, f"all passed on {results['device']}, over {training['backend']}"]
     return [*lines, "FAILED: report it with the output of `hf-compressopt selftest --json`"]
 
 
@@ -89,12 +89,12 @@ def _kernels(device: torch.device) -> dict[str, Any]:
 
 def differences(family: str, device: torch.device) -> list[str]:
     """Return in which cases a family of kernels differs from the reference, and how: odd sizes, many tensors."""
-    found = []
+    lines = []
     for numel, shift, count in CASES:
         if words := selfcheck.difference(family, device, numel, shift, numel, count):
             tensors = f", {count} tensors" if count else ""
-            found.append(f"{numel} elements, {shift} off{tensors}: {words}")
-    return found
+            lines.append(f"{numel} elements, {shift} off{tensors}: {words}")
+    return lines
 
 
 def _training(gpu: bool) -> dict[str, Any]:
@@ -135,8 +135,8 @@ def _rank(rank: int, folder: str, backend: str, gpu: bool, reference: bool) -> N
     logging.getLogger("hf_compressopt").setLevel(logging.ERROR)  # of runs that are too short, and say so
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     try:
-        found = {name: _trained(name, options, rank, device) for name, options in OPTIMIZERS.items()}
-        result = {"kernels": implementation(device), "optimizers": found}
+        optimizers = {name: _trained(name, options, rank, device) for name, options in OPTIMIZERS.items()}
+        result = {"kernels": implementation(device), "optimizers": optimizers}
         (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
         dist.barrier()
     finally:

@@ -68,8 +68,8 @@ class Translation:
     def flags_as_words(self) -> list[list[str]]:
         """Trainer's flags, each as words of a command line."""
         named = {"--optim": self.optim, "--optim_args": self.optim_args_text}
-        given = {flag: value for flag, value in named.items() if value} | self.flags
-        return [_words(flag, value) for flag, value in given.items()]
+        flags = {flag: value for flag, value in named.items() if value} | self.flags
+        return [_words(flag, value) for flag, value in flags.items()]
 
     def arguments(self) -> list[str]:
         return [word for words in self.flags_as_words() for word in words]
@@ -273,8 +273,10 @@ def adam_options(translation: Translation) -> dict[str, Any]:
     """Options that Trainer has flags for, by the names that every Adam has."""
     names = {"lr": "learning_rate", "betas": "adam_beta1", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
     flags = translation.flags
-    found = {name: flags[f"--{flag}"] for name, flag in names.items() if f"--{flag}" in flags}
-    return found | ({"betas": (found["betas"], flags["--adam_beta2"])} if "betas" in found else {})
+    options = {name: flags[f"--{flag}"] for name, flag in names.items() if f"--{flag}" in flags}
+    if "betas" in options:
+        options["betas"] = options["betas"], flags["--adam_beta2"]
+    return options
 
 
 def _call(values: dict[str, Any]) -> list[str]:
@@ -293,17 +295,18 @@ def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmet
     for section in _SECTIONS:
         if not isinstance(config.get(section, {}), dict):
             raise ValueError(f"{section} must be an object with options, got {config[section]!r}")
-    given = dict(_options("", {{"bfloat16": "bf16"}.get(name, name): value for name, value in config.items()}))
-    options = {name: value for name, value in given.items() if value is not None}
+    listed = dict(_options("", {{"bfloat16": "bf16"}.get(name, name): value for name, value in config.items()}))
+    options = {name: value for name, value in listed.items() if value is not None}
     facts, translation = facts_of(options, ranks, same_arithmetic), Translation()
-    config, said = options | ({facts.missing: facts.size} if facts.size else {}), set[str]()
+    translated: set[str] = set()
+    config = options | ({facts.missing: facts.size} if facts.size else {})
     for rule in RULES:
         if rule.when(facts):
             for option, value in _fitting(rule, config, facts):
-                if option not in said:  # by the first rule that fits it
-                    said.add(option)
+                if option not in translated:  # by the first rule that fits it
+                    translated.add(option)
                     translation.rows.append(_row(rule, translation, option, value, option in options, facts))
-    translation.rows += [Row(name, None, SAME, "", "not set") for name in given if name not in options]
+    translation.rows += [Row(name, None, SAME, "", "not set") for name in listed if name not in options]
     _check_ranges(translation)
     return translation
 

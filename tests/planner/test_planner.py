@@ -453,7 +453,10 @@ def test_a_models_folder_tells_its_parameters_without_weights(
         assert found["no ZeRO"]["parameters"] == 4 * sum(param.numel() for param in model.parameters())
 
 
-def test_a_vector_with_blocks_of_its_own_travels_as_signs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_vector_with_blocks_of_its_own_travels_as_signs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "OWN_BLOCKS", 2)
     net = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_inner=9000, n_head=2, vocab_size=64, n_positions=16))
     net.config.architectures = [type(net).__name__]
     net.config.save_pretrained(tmp_path)
