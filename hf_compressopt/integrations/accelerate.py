@@ -246,9 +246,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         driven = {id(group) for group in getattr(getattr(scheduler, "optimizer", None), "param_groups", ())}
         optimizers = [o for o in self._optimizers if driven & {id(group) for group in o.param_groups}]
         if optimizers and hasattr(prepared, "optimizers"):
-            prepared.optimizers = (
-                optimizers  # Accelerate takes all, if the plugin has replaced the scheduler's optimizer
-            )
+            # Accelerate takes all, if the plugin has replaced the scheduler's optimizer
+            prepared.optimizers = optimizers
         steps = log.scheduler_steps(scheduler)
         if steps is not None and self._compressopt.options.total_steps is None:
             per_step = 1 if self.split_batches or not self.step_scheduler_with_optimizer else self.num_processes
@@ -645,7 +644,7 @@ def attach(accelerator: Accelerator, plugin: CompressOptPlugin | None = None) ->
         make_ours(accelerator)
     if plugin is not None:
         accelerator._compressopt.take(plugin.run_options())
-        UNREAD.clear()
+        UNREAD.variables.clear()
     return cast("CompressOptAccelerator", accelerator)
 
 

@@ -176,7 +176,7 @@ class Unread:
         self.flags: list[str] = []  # of the command line; Trainer reads them
 
     def clear(self) -> None:
-        """Note that they are read; other Trainers of the program may want nothing."""
+        """Note that a Trainer has read both; other Trainers of the program may want nothing."""
         self.variables.clear()
         self.flags.clear()
 
