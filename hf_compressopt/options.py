@@ -121,11 +121,16 @@ def variables_of(name: str) -> list[str]:
     return [*filter(None, [_SHORT.get(name)]), f"{PREFIX}{name.upper()}"]
 
 
+def texts_of(name: str) -> dict[str, str]:
+    """The environment variables that set an option, with their texts; an empty variable sets nothing."""
+    return {variable: text for variable in variables_of(name) if (text := os.environ.get(variable))}
+
+
 def read_variables(kinds: dict[str, tuple[type, ...]]) -> dict[str, Any]:
-    """The values of options, by name, that environment variables set; an empty variable sets nothing."""
+    """The values of options, by name, that environment variables set."""
     values: dict[str, Any] = {}
     for name in kinds:
-        texts = {variable: text for variable in variables_of(name) if (text := os.environ.get(variable))}
+        texts = texts_of(name)
         if len(set(texts.values())) > 1:
             both = " and ".join(f"{variable}={text}" for variable, text in texts.items())
             raise ValueError(f"{both} differ: set one of them")

@@ -47,7 +47,7 @@ from hf_compressopt.integrations.models import (
 )
 from hf_compressopt.integrations.plugin import UNREAD, CompressOptPlugin
 from hf_compressopt.integrations.run_options import NONE, RunOptions
-from hf_compressopt.options import variables_of
+from hf_compressopt.options import texts_of
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
@@ -664,7 +664,7 @@ def make_ours(accelerator: Accelerator) -> CompressOptAccelerator:
 
 def adopt_accelerators() -> None:
     """Attach every accelerator that the program makes from now on, if a variable chooses something to compress."""
-    if any(variable in os.environ for name in _CHOICES for variable in variables_of(name)):
+    if any(map(texts_of, _CHOICES)):
         CompressOptPlugin()  # a wrong variable is an error before the program starts
         wrap(Accelerator, "__init__", _make_and_attach)
 

@@ -21,7 +21,15 @@ from hf_compressopt.integrations.run_options import (
 )
 from hf_compressopt.optim.onebit_adam import OnebitAdam
 from hf_compressopt.optim.options import NO_STATE, check_count, check_zero_stage
-from hf_compressopt.options import PREFIX, did_you_mean, options_of, read_variables, variables_of, with_variables
+from hf_compressopt.options import (
+    PREFIX,
+    did_you_mean,
+    options_of,
+    read_variables,
+    texts_of,
+    variables_of,
+    with_variables,
+)
 from hf_compressopt.schedules import AUTO, Schedule
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
@@ -185,8 +193,7 @@ class Unread:
 
         A plain loop reads none of them, and would train in full precision without a word.
         """
-        every = [variable for name in OPTIONS if name not in _READ_ANYWAY for variable in variables_of(name)]
-        self.variables = [variable for variable in every if variable in os.environ]
+        self.variables = [variable for name in OPTIONS if name not in _READ_ANYWAY for variable in texts_of(name)]
         if self.variables:
             register_optimizer_step_pre_hook(lambda *_: self.check_variables())
 

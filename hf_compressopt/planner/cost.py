@@ -23,6 +23,7 @@ MEMORY_EFFICIENCY = 0.8
 #: Share of the backward pass in forward and backward.
 BACKWARD_SHARE = 2 / 3
 
+_DEFAULTS = signature(CompressedOptimizer).parameters
 _FIRST_DDP_BUCKET = 1 << 20  # torch's first bucket is small, so that sending starts early
 #: Bytes over memory per parameter.
 _FUSED_ADAM = 28  # p, m and v read and written, g read
@@ -93,8 +94,8 @@ class Training:
     update_seconds: float | None = None  # AdamW's share of them; None is one pass over memory, as of a fused AdamW
     itemsize: int = 4  # bytes of a parameter, and of its gradient: 4 or 2
     bucket_cap_mb: float = 25.0  # sent together: of gradients in DDP, of float32 values otherwise
-    scale_block: int | None = 4096
-    warmup_bits: int = signature(CompressedOptimizer).parameters["warmup_bits"].default
+    scale_block: int | None = _DEFAULTS["scale_block"].default
+    warmup_bits: int = _DEFAULTS["warmup_bits"].default
     in_full: int = 0  # of ``params``, those that travel in full precision beside messages of integers
     beside_signs: int = 0  # those beside messages of signs
     accumulation: int = 1  # micro-batches of a step; messages hide behind the last one's backward pass, but ZeRO-2's

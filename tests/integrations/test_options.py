@@ -259,8 +259,9 @@ def test_fields_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     plugin = CompressOptPlugin()
     assert (plugin.freeze_step, plugin.scale_block, plugin.variance_floor) == (77, None, 0.5)
     assert (plugin.optimizer, plugin.total_steps) == ("none", 70) and CompressOptPlugin(freeze_step=5).freeze_step == 5
-    monkeypatch.setenv("COMPRESSOPT_FREEZE_STEP", "auto")
-    assert CompressOptPlugin().freeze_step == "auto"
+    for text in ("auto", ""):  # an empty variable is none
+        monkeypatch.setenv("COMPRESSOPT_FREEZE_STEP", text)
+        assert CompressOptPlugin().freeze_step == "auto"
     monkeypatch.setenv("COMPRESSOPT_OPTIM", "zero_one_adam")
     with pytest.raises(ValueError, match="differ: set one of them"):
         CompressOptPlugin()
