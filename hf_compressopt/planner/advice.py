@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
+from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -50,25 +51,38 @@ def zero_one_shares(steps: int, low_bit: bool) -> Counter[tuple[Stage, int]]:
     return shares
 
 
-#: What a way to train changes, the smallest change first.
-CHANGES = (
-    "nothing",
-    "gradients are rounded to 16 bits",
-    "gradients are rounded to 4 or 8 bits, with error feedback",
-    "gradients and parameters are rounded to 4 bits, with error feedback",
-    "gradients are rounded in the warmup stage; after it the variance is frozen, and momentum travels as signs",
-    f"as with onebit_adam, and ranks step alone for up to {ZeroOneSchedule().local_step_clipper} steps: "
-    "with a few examples per rank the loss ends 1 to 2 % higher",
-    "as with onebit_adam, and LAMB takes the place of Adam",
-)
-_NOTHING, _HALF, _LOW_BIT, _BOTH_WAYS, _FROZEN, _ALONE, _LAMB = range(len(CHANGES))
+class Change(IntEnum):
+    """What a way to train changes, the smallest change first, and the words for it."""
+
+    words: str
+
+    NOTHING = 0, "nothing"
+    HALF = 1, "gradients are rounded to 16 bits"
+    LOW_BIT = 2, "gradients are rounded to 4 or 8 bits, with error feedback"
+    BOTH_WAYS = 3, "gradients and parameters are rounded to 4 bits, with error feedback"
+    FROZEN = (
+        4,
+        "gradients are rounded in the warmup stage; after it the variance is frozen, and momentum travels as signs",
+    )
+    ALONE = (
+        5,
+        f"as with onebit_adam, and ranks step alone for up to {ZeroOneSchedule().local_step_clipper} steps: "
+        "with a few examples per rank the loss ends 1 to 2 % higher",
+    )
+    LAMB = 6, "as with onebit_adam, and LAMB takes the place of Adam"
+
+    def __new__(cls, value: int, words: str) -> Change:
+        """Make a member of its number and its words."""
+        member = int.__new__(cls, value)
+        member._value_, member.words = value, words
+        return member
 
 
 @dataclass(frozen=True)
 class Way:
     """A way to train: its flags for Trainer, its rows of memory, and the predicted steps of its stages."""
 
-    change: int  # its index in CHANGES
+    change: Change
     name: str
     flags: str
     memory: list[str]  # names of rows of memory_rows
@@ -85,11 +99,11 @@ def ways(model: Model, steps: int, warmup_bits: int | None) -> list[Way]:
     every = [*_ordinary(model), *_partitioned(model)]
     stages = (0, 1, 2) if model.training.warmup_bits in INTEGER_BITS else (0,)
     every += [
-        _compressed(_FROZEN, "onebit_adam", _onebit(model, "onebit_adam", steps, stage), warmup_bits, stage)
+        _compressed(Change.FROZEN, "onebit_adam", _onebit(model, "onebit_adam", steps, stage), warmup_bits, stage)
         for stage in stages
     ]
-    every.append(_compressed(_ALONE, "zero_one_adam", _zero_one(model, steps), warmup_bits))
-    every.append(_compressed(_LAMB, "onebit_lamb", _onebit(model, "onebit_lamb", steps), warmup_bits))
+    every.append(_compressed(Change.ALONE, "zero_one_adam", _zero_one(model, steps), warmup_bits))
+    every.append(_compressed(Change.LAMB, "onebit_lamb", _onebit(model, "onebit_lamb", steps), warmup_bits))
     every = [_with_topology(way, model.cluster) for way in every]
     return sorted(every, key=lambda way: way.change)
 
@@ -105,14 +119,16 @@ def _with_topology(way: Way, cluster: Cluster) -> Way:
 def _ordinary(model: Model) -> list[Way]:
     """DDP and ordinary optimizers."""
     itemsize = model.training.itemsize
-    ordinary = [Way(_NOTHING, f"DDP, {8 * itemsize}-bit gradients", PLAIN, ["no ZeRO"], {EVERY_STEP: model.ddp()})]
+    ordinary = [
+        Way(Change.NOTHING, f"DDP, {8 * itemsize}-bit gradients", PLAIN, ["no ZeRO"], {EVERY_STEP: model.ddp()})
+    ]
     if itemsize > _HALF_BYTES:
         name, step = f"DDP, {8 * _HALF_BYTES}-bit gradients", model.ddp(_HALF_BYTES)
-        ordinary.append(Way(_HALF, name, _HOOK, ["no ZeRO"], {EVERY_STEP: step}))
+        ordinary.append(Way(Change.HALF, name, _HOOK, ["no ZeRO"], {EVERY_STEP: step}))
     for bits in INTEGER_BITS:
         option, step = f"grad_compression=int{bits}", model.low_bit(bits)
         flags = f"{PLAIN} --optim_args {option}"
-        ordinary.append(Way(_LOW_BIT, option, flags, ["grad_compression"], {EVERY_STEP: step}))
+        ordinary.append(Way(Change.LOW_BIT, option, flags, ["grad_compression"], {EVERY_STEP: step}))
     return ordinary
 
 
@@ -125,15 +141,17 @@ def _partitioned(model: Model) -> list[Way]:
             notes.append("sends every micro-batch's gradients")
         name, flags = f"ZeRO-{stage}", f"--optim {optim}"
         note = ", ".join(notes)
-        partitioned.append(Way(_NOTHING, name, flags, [name], {EVERY_STEP: model.zero(stage)}, note))
+        partitioned.append(Way(Change.NOTHING, name, flags, [name], {EVERY_STEP: model.zero(stage)}, note))
         name, flags = ZERO_INT4[stage], f"{flags} --optim_args grad_compression=int4"
         if model.training.itemsize == FLOAT_BYTES:  # those of 16 bits are sent as their changes
             flags += ",param_compression=int4"
-        partitioned.append(Way(_BOTH_WAYS, name, flags, [name], {EVERY_STEP: model.zero_low_bit(4, stage)}, note))
+        partitioned.append(Way(Change.BOTH_WAYS, name, flags, [name], {EVERY_STEP: model.zero_low_bit(4, stage)}, note))
     return partitioned
 
 
-def _compressed(change: int, optim: str, stages: dict[str, Step], warmup_bits: int | None, zero_stage: int = 0) -> Way:
+def _compressed(
+    change: Change, optim: str, stages: dict[str, Step], warmup_bits: int | None, zero_stage: int = 0
+) -> Way:
     """A compressed optimizer, from the steps of its stages and the mean of a run."""
     cls = ALGORITHMS[optim]
     options = [f"zero_stage={zero_stage}"] * bool(zero_stage) + [f"warmup_bits={warmup_bits}"] * bool(warmup_bits)
@@ -182,8 +200,8 @@ def ranked(every: list[Way], steps: int, memory: dict[str, dict[str, int]]) -> l
             "name": way.name,
             "place": index,
             "flags": way.flags,
-            "change": way.change,
-            "changes": CHANGES[way.change],
+            "change": int(way.change),
+            "changes": way.change.words,
             "note": way.note,
             "step_seconds": way.mean.seconds,
             "run_seconds": way.mean.seconds * steps,
@@ -238,7 +256,7 @@ def verdict(choices: list[dict[str, Any]], steps: int, itemsize: int) -> str:
     held, before = float(best["memory_bytes"]), float(plain["memory_bytes"])
     if held > before * (1 + ALIKE):
         lines.append(f"  a rank holds {with_unit(held)} of weights, gradients and states, with DDP {with_unit(before)}")
-    if best["change"] >= _FROZEN and itemsize < FLOAT_BYTES:
+    if best["change"] >= Change.FROZEN and itemsize < FLOAT_BYTES:
         lines.append(
             "  it keeps no float32 copy of 16-bit weights, which lose small updates: load them in float32, and compute "
             "in bfloat16"
