@@ -357,9 +357,7 @@ class GradientCompression:
         self._check_ranks()
         if self.communicator.world_size == 1:
             return
-        self._record.passes.begin()
-        self._record.passes.post(self.communicator)
-        self._record.passes.check(now=False)  # another rank may be in a step, which it refuses
+        self._record.passes.begin(self.communicator)  # another rank may be in a step, which it refuses
         with torch.no_grad():
             mine = [0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else 2.0 for p in self.params]
             present = numbers_on(self.communicator.device, mine)
@@ -395,11 +393,7 @@ class GradientCompression:
     def _start_pass(self, *, joined: bool) -> None:
         """Start the round of a backward pass, which the ranks compare before another message is under way."""
         self._start()
-        if not joined:
-            self._record.passes.begin()
-        doing = "has no inputs left" if joined else ""
-        self._record.passes.post(self.communicator, joined=joined, doing=doing)
-        self._record.passes.check(now=False)
+        self._record.passes.begin(self.communicator, joined=joined)
 
     def _refuse(self, params: Sequence[Tensor]) -> None:
         """Refuse parameters of a DistributedDataParallel model that have no errors here; alike on all ranks."""

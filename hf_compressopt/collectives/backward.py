@@ -1,8 +1,7 @@
-"""Gradients that are sent while backward runs: passes, hooks, and buckets that are sent in one order on all ranks.
+"""Hooks of parameters that feed a sender while backward runs: passes, ``no_sync``, and several senders in one process.
 
-A pass is one call of backward. In a pass a bucket is sent as soon as all its gradients are there, and the buckets
-before it in the order were sent. At the end of the pass the rest is sent, with zeros for missing gradients, so that
-ranks whose graphs differ do not wait for each other.
+A pass is one call of backward. At its end the rest is sent, so that ranks whose graphs differ do not wait for each
+other.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Protocol
-from weakref import WeakMethod, WeakSet, finalize, ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -24,25 +23,25 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import Order
-from hf_compressopt.collectives.passes import StepPasses
+from hf_compressopt.collectives.exchange import Pipeline
+from hf_compressopt.collectives.sender import Sender, StepPasses
+from hf_compressopt.weak import Hooks, weak_hook
 
 logger = logging.getLogger(__name__)
 
 _NESTED = BackwardCFunction.apply.__code__  # the frame in which an autograd function of the user's calls backward
 
 
-class Sender(Protocol):
-    """An object that sends the gradients of passes. All ranks call its methods in one order, but for ``take``."""
+class Client(Protocol):
+    """An object whose gradients are sent in passes. All ranks call its methods in one order, but for ``take``."""
 
     def follow(self) -> None: ...  # the parameters, to the devices to which a model was moved
     def begin_pass(self) -> bool: ...  # whether buckets are sent in the pass; alike on all ranks
     def take(self, number: int) -> bool: ...  # the gradient of a parameter; False leaves it for later
-    def send(self, index: int) -> None: ...  # a bucket
-    def end_pass(self) -> None: ...  # after all buckets
+    def send(self, index: int) -> None: ...  # a bucket: add its task to those of the passes
+    def end_pass(self) -> None: ...  # after all buckets, whose tasks have ended
     def interrupted(self) -> None: ...  # after a backward pass that raised before its end
     def holds_gradients(self) -> bool: ...  # whether gradients were taken that no step has used
 
@@ -61,11 +60,10 @@ class ClipsTogether(Protocol):
 # The order of messages is a matter of the process, not of one optimizer. Numbers are alike on all ranks.
 _LIVING: WeakSet[BackwardPasses] = WeakSet()
 _NUMBERS = count()
-_steps_are_watched = False
 
 
-class BackwardPasses:
-    """The backward passes of some parameters, whose gradients a sender takes by hooks.
+class BackwardPasses(Sender):
+    """The backward passes of some parameters, whose gradients a client takes by hooks.
 
     Of several in a process, the one made first sends while backward runs. The others send at its end, one after
     another: even if graphs complete the parameters of two optimizers in different orders, all ranks send in one.
@@ -73,49 +71,53 @@ class BackwardPasses:
 
     A parameter belongs to one at most: a new one takes over, with a warning. An ordinary optimizer is not seen before
     its first step: that raises an error if the gradients which it should have used were taken. The hooks keep no
-    sender alive, and go with it.
+    client alive, and go with it.
     """
 
     def __init__(
-        self, sender: Sender, name: str, communicator: Communicator, counted: StepPasses | None = None
+        self,
+        client: Client,
+        name: str,
+        communicator: Communicator,
+        *,
+        limit: int | None = None,
+        counted: StepPasses | None = None,
     ) -> None:
-        """Take the gradients for a sender; ``counted``: the passes so far, of what this takes the place of."""
-        self.order, self.enabled, self.done, self.detached = Order(), True, False, False
-        self.name, self._sender, self._communicator = name, ref(sender), communicator
-        self.passes = counted or StepPasses(
-            name
-        )  # the ranks compare them where a pass begins, and before a step uses them
-        self._met_in_step = False
-        self._handles: list[RemovableHandle] = []
-        self._owned: set[int] = set()  # by id: the sender keeps the parameters alive
-        self._open = self._begun = self._sends = False
+        """Take the gradients for a client, with at most ``limit`` bytes of messages under way.
+
+        ``counted``: the passes so far, of what this takes the place of.
+        """
+        super().__init__()
+        self.enabled, self.done, self.detached = True, False, False
+        self.name, self._client, self._communicator, self._limit = name, ref(client), communicator, limit
+        self.tasks = Pipeline(limit, communicator.device)
+        self.passes = counted or StepPasses(name)  # compared where a pass begins, and before a step uses them
+        self._hooks = Hooks()
+        self._owned: set[int] = set()  # by id: the client keeps the parameters alive
+        self._open = self._begun = False
         self._compared = False  # with the DistributedDataParallel models of this process
         self._task: int | None = None  # of the pass under way, and of a backward that an autograd function in it called
         self._nested: int | None = None
         self._number = next(_NUMBERS)
         self._world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        finalize(self, _remove, self._handles).atexit = False
         _LIVING.add(self)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def add(self, params: Sequence[Tensor], buckets: Iterable[Iterable[int]]) -> None:
         """Add parameters, whose numbers follow those of earlier ones, and buckets of the numbers of their members."""
-        global _steps_are_watched
         take_over(params, self.name)
         guard_torch_clipping()
-        for number, param in enumerate(params, start=len(self._handles)):
-            hook = _hook(WeakMethod(self.gradient_arrived), number)
-            self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        for number, param in enumerate(params, start=len(self._hooks)):
+            hook = weak_hook(self.gradient_arrived, number)
+            self._hooks.add(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._owned.update(map(id, params))
-        self.passes.note_members(len(self._handles))
-        self.order.add(buckets)
-        if not _steps_are_watched:
-            register_optimizer_step_post_hook(_check_step)
-            _steps_are_watched = True
+        self.passes.note_members(len(self._hooks))
+        self.add_buckets(buckets)
+        _watch_steps()
 
     def detach(self) -> None:
-        _remove(self._handles)
+        self._hooks.remove()
         self.detached = True
 
     def require_attached(self) -> None:
@@ -130,7 +132,7 @@ class BackwardPasses:
         return 0 if self.detached else sum(id(param) in self._owned for param in params)
 
     def holds_gradients(self) -> bool:
-        return not self.detached and (sender := self._sender()) is not None and sender.holds_gradients()
+        return not self.detached and (client := self._client()) is not None and client.holds_gradients()
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -148,20 +150,20 @@ class BackwardPasses:
         """Take the gradient of a parameter, and send the buckets that are complete now. Its hook calls."""
         if not self.enabled or self.done:
             return
-        sender = self._owner()
-        if self._enters_task(sender) and not self._open:
+        client = self._owner()
+        if self._enters_task(client) and not self._open:
             if not self._elders():
                 self._begin()
             self._open = True
-        if self._begun and not self._sends:
+        if self._begun and not self.sends:
             return
-        if sender.take(number):
-            self.order.arrived(number)
-            if self._begun:
-                for index in self.order.due():
-                    sender.send(index)
+        if client.take(number):
+            self.arrived(number)
 
-    def _enters_task(self, sender: Sender) -> bool:
+    def send(self, index: int) -> None:
+        self._owner().send(index)
+
+    def _enters_task(self, client: Client) -> bool:
         """Record the autograd task under way, and return whether it is new."""
         task = torch._C._current_graph_task_id()
         if task == self._task or task == self._nested:
@@ -170,7 +172,7 @@ class BackwardPasses:
             self._nested = task
         else:
             if self._task is not None:
-                sender.interrupted()
+                client.interrupted()
             self._task = task
             Variable._execution_engine.queue_callback(self.flush)
         return True
@@ -184,15 +186,19 @@ class BackwardPasses:
             elder.flush()
         if not self._begun:
             self._begin()
+        self._close()
+        try:
+            self.send_rest()
+            self.passes.check()
+            if self.sends:
+                self.tasks.drain()
+                self._owner().end_pass()
+        finally:
+            self.await_anew()
+
+    def _close(self) -> None:
         self._task = self._nested = None
         self._open = self._begun = False
-        if self._sends:
-            for index in self.order.rest():
-                self._owner().send(index)
-        self.passes.check()
-        if self._sends:
-            self._owner().end_pass()
-        self.order.begin()
 
     def gradients_taken(self) -> None:
         """Leave further gradients in ``p.grad`` until :meth:`gradients_used`."""
@@ -205,41 +211,33 @@ class BackwardPasses:
     def meet(self) -> None:
         """End a pass, and compare the passes of all ranks before a step uses them. All ranks call."""
         self.flush()
-        if not self._met_in_step:
-            self._met_in_step = True
+        if not self.passes.are_met:
             self._owner().follow()
-            self.passes.compare(self._communicator, in_step=True)
-
-    def end_step(self) -> None:
-        """Count anew."""
-        self._met_in_step = False
-        self.passes.end_step()
+            self.passes.meet(self._communicator)
 
     def empty_pass(self) -> None:
         """Take part in a pass without gradients that come now. All ranks call, or have a pass."""
         self._open = True
         self.flush()
 
-    def _owner(self) -> Sender:
-        sender = self._sender()
-        assert sender is not None  # it owns this object
-        return sender
+    def _owner(self) -> Client:
+        client = self._client()
+        assert client is not None  # it owns this object
+        return client
 
     def _begin(self) -> None:
-        self._met_in_step = False
         self._owner().follow()
-        self.passes.begin()
-        self.passes.post(self._communicator)
         try:
-            self.passes.check(now=False)  # a GPU's message is read at the end of the pass
+            self.passes.begin(self._communicator)
         except RuntimeError:
-            self._task = self._nested = None
-            self._open = False
+            self._close()
             raise
         if not self._compared and self._communicator.world_size > 1:
             self._compared = True
             self._check_no_ddp()
-        self._sends, self._begun = self._owner().begin_pass(), True
+        sends, self._begun = self._owner().begin_pass(), True
+        if sends:
+            self.begin_pass(self._communicator.device, self._limit)
 
     def _check_no_ddp(self) -> None:
         """Raise if a DistributedDataParallel model averages gradients that are sent from here."""
@@ -279,19 +277,6 @@ def _inside_another_backward() -> bool:
     return False
 
 
-def _hook(arrived: WeakMethod[Callable[[int], None]], number: int) -> Callable[[Tensor], None]:
-    def gradient_arrived(_: Tensor) -> None:
-        if (method := arrived()) is not None:
-            method(number)
-
-    return gradient_arrived
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
-
-
 def take_over(params: Sequence[Tensor], name: str) -> None:
     """Detach the owners of parameters, because an optimizer or averaging of this name follows."""
     for owner in [passes for passes in list(_LIVING) if passes.owned_of(params)]:
@@ -302,6 +287,11 @@ def take_over(params: Sequence[Tensor], name: str) -> None:
             name,
             owner.name,
         )
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_post_hook(_check_step)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

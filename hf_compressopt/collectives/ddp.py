@@ -48,10 +48,11 @@ class GradientSync:
         self.optimizers, self.params = tuple(optimizers), tuple(params)
         self.loss_scale: Callable[[], float] | None = None
         self._rounds = GradientRounds()
-        self._record: SendRecord | None = None
+        self._record = SendRecord("attach_ddp")
         self._groups = 0  # param groups that the record knows
         self._others: tuple[list[Tensor], list[GradientBucket]] = ([], [])
-        self._sends = self._reduces = self._early = self._low = False  # in the pass under way
+        self._overlaps: list[OverlapForms | None] = []  # of each optimizer, what sends in the pass under way
+        self._sends = self._reduces = self._hands_out = False  # in it
         self._compared = True  # the ranks have compared the optimizers that they bound last
         self.reads_are_watched = False  # the model warns where it is read while ranks are apart
 
@@ -60,25 +61,24 @@ class GradientSync:
         self.optimizers, self.loss_scale = tuple(optimizers), loss_scale
         self._compared = not optimizers or self.communicator.world_size == 1
         self.communicator.traffic = optimizers[0].traffic if optimizers else Traffic()
-        if self._record is not None:
-            self._record.close()
-        self._record = None
-        if self.optimizers and self.communicator.world_size > 1:
-            self._record = SendRecord(" and ".join(sorted({type(each).__name__ for each in optimizers})))
-            self._answer()
+        self._record.close()
+        self._record = SendRecord(" and ".join(sorted({type(each).__name__ for each in optimizers})))
+        self._answer()
 
     def close_passes(self, doing: str) -> None:
         """Raise an error on all ranks if one is still in a backward pass. All ranks call."""
-        if self._record is not None:
-            self._record.passes.close(doing)
+        for optimizer in self.optimizers:
+            optimizer.passes.close(doing)
 
     def _answer(self) -> None:
         """Answer for the gradients of the optimizers' parameters, in this model or not."""
         self._groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
-        if self._record is not None:
-            for optimizer in self.optimizers:
-                self._record.add(optimizer.shared_parameters())
-            self._record.passes.note_members(sum(len(each.shared_parameters()) for each in self.optimizers))
+        if self.communicator.world_size > 1:
+            shared = [optimizer.shared_parameters() for optimizer in self.optimizers]
+            for named in shared:
+                self._record.add(named)
+            for optimizer in self.optimizers[:1]:
+                optimizer.passes.note_members(sum(map(len, shared)))
 
     def average(
         self,
@@ -86,13 +86,12 @@ class GradientSync:
     ) -> torch.futures.Future[Tensor]:
         """Take a bucket of DDP's, and return the future of its averages; :func:`ddp_hook` calls it."""
         if bucket.index() == 0:
-            self._decide()
-            self._count_pass()
+            self._begin_pass()
         if bucket.is_last():
             note_sent(self.params)  # every bucket of DDP's came by, with all of its parameters
         if self._sends:
             future = self._rounds.add_ddp_bucket(bucket, self._start)
-            if bucket.is_last() and (self._early or self._low):
+            if bucket.is_last() and self._hands_out:
                 after_backward(self._note_gradients)
             return future
         buffer = bucket.buffer()
@@ -101,38 +100,32 @@ class GradientSync:
         buffer.mul_(1.0 / self.communicator.world_size)
         return self.communicator.all_reduce_future(buffer)
 
-    def _count_pass(self) -> None:
-        """Count a pass. The ranks compare how many there were, before messages that may meet those of a step.
+    def _begin_pass(self) -> None:
+        """Decide how the gradients of the pass travel: by DDP's own all-reduce, otherwise, or not at all.
 
-        With local gradients they do so in the step.
+        The ranks compare how many passes there were, before messages that may meet those of a step. With local
+        gradients they do so in the step.
         """
-        for optimizer in self.optimizers:
-            optimizer.passes.begin()
-            if self._early and (overlap := _due_overlap(optimizer)) is not None:
-                overlap.sent_by_hook()
-                optimizer.passes.post(self.communicator)
-                optimizer.passes.check(now=False)
-        if self._record is not None:
-            self._record.passes.begin()
-            if self._reduces:
-                self._record.passes.post(self.communicator)
-                self._record.passes.check(now=False)
-
-    def _decide(self) -> None:
-        """Decide how the gradients of the coming pass travel: by DDP's own all-reduce, otherwise, or not at all."""
         if not self._compared:  # before a message that a rank with other options would not understand
             for optimizer in self.optimizers:
                 optimizer.require_same_options()
             self._compared = True
         if self._groups != sum(len(optimizer.param_groups) for optimizer in self.optimizers):
             self._answer()
-        plans = [optimizer.plan for optimizer in self.optimizers]
-        reduced = [optimizer for optimizer, plan in zip(self.optimizers, plans, strict=True) if plan.reduce_grads]
-        self._low = low = any(optimizer.warmup_gradients.bits < 32 for optimizer in reduced)
-        self._early = any(_due_overlap(optimizer) is not None for optimizer in self.optimizers)
-        self._reduces = not plans or bool(reduced)
+        reduced = [optimizer for optimizer in self.optimizers if optimizer.plan.reduce_grads]
+        self._overlaps = [_due_overlap(optimizer) for optimizer in self.optimizers]
+        self._reduces = not self.optimizers or bool(reduced)
+        low = any(optimizer.warmup_gradients.bits < 32 for optimizer in reduced)
+        self._hands_out = low or any(overlap is not None for overlap in self._overlaps)
         unlike = 0 < len(reduced) < len(self.optimizers)
-        self._sends = self.communicator.world_size > 1 and (self._early or low or unlike)
+        self._sends = self.communicator.world_size > 1 and (self._hands_out or unlike)
+        ranks = [self.communicator] if self._reduces else []  # the first one compares for all that are averaged
+        for optimizer, overlap in zip(self.optimizers, self._overlaps, strict=True):
+            if overlap is not None:
+                overlap.sent_by_hook()
+                ranks = [self.communicator]
+            optimizer.passes.begin(*ranks)
+            ranks = []
 
     def _note_gradients(self) -> None:
         for optimizer in self.optimizers:
@@ -144,12 +137,11 @@ class GradientSync:
         """Start the round of a backward pass, in the order of last gradients if backward goes from last to first."""
         scale = None if self.loss_scale is None else float(self.loss_scale())
         owned, buckets = set(), []
-        for number, optimizer in enumerate(self.optimizers):
+        for number, (optimizer, overlap) in enumerate(zip(self.optimizers, self._overlaps, strict=True)):
             owned |= set(optimizer.trainable_parameters)
-            plan = optimizer.plan
-            if plan.reduce_grads:
+            if optimizer.plan.reduce_grads:
                 buckets += optimizer.warmup_gradients.buckets(scale, owner=number, present=self.params)
-            elif (overlap := _due_overlap(optimizer)) is not None:
+            elif overlap is not None:
                 buckets += overlap.buckets(scale, owner=number, present=self.params)
         others = [param for param in self.params if param.requires_grad and param not in owned] if self._reduces else []
         if len(others) != len(self._others[0]) or any(a is not b for a, b in zip(others, self._others[0], strict=True)):

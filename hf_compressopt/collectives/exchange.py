@@ -27,7 +27,7 @@ The exchange of such a run, or of one bucket, is a generator, a :data:`Task`. It
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -136,65 +136,6 @@ def run_tasks(tasks: Iterable[Task[None]]) -> None:
     for task in tasks:
         pipeline.add(task)
     pipeline.drain()
-
-
-class Order:
-    """Buckets that are sent in one order, each once its members' gradients are there; ``of`` has each member's."""
-
-    def __init__(self, buckets: Iterable[Iterable[Hashable]] = ()) -> None:
-        self.of: dict[Hashable, list[int]] = {}
-        self._members: list[frozenset[Hashable]] = []
-        self._sequence: list[int] = []
-        self._completed: dict[int, None] = {}  # in the order in which their gradients came, until the ranks agree
-        self._is_agreed = False
-        self.add(buckets)
-
-    def add(self, buckets: Iterable[Iterable[Hashable]]) -> None:
-        """Add buckets of these members behind the others."""
-        for members in map(frozenset, buckets):
-            for member in members:
-                self.of.setdefault(member, []).append(len(self._members))
-            self._sequence.append(len(self._members))
-            self._members.append(members)
-        self.begin()
-
-    def begin(self) -> None:
-        self._awaited = [set(members) for members in self._members]
-        self._next = 0
-
-    def awaits(self, index: int, member: Hashable) -> bool:
-        """Return whether the gradient of a member of a bucket has not come in this pass."""
-        return member in self._awaited[index]
-
-    def arrived(self, member: Hashable) -> None:
-        for index in self.of.get(member, ()):
-            awaited = self._awaited[index]
-            awaited.discard(member)
-            if not awaited and not self._is_agreed:
-                self._completed.setdefault(index)
-
-    def due(self) -> Iterator[int]:
-        """Yield the numbers of the buckets that are to be sent now."""
-        while self._next < len(self._sequence) and not self._awaited[self._sequence[self._next]]:
-            self._next += 1
-            yield self._sequence[self._next - 1]
-
-    def rest(self) -> Iterator[int]:
-        """Yield the numbers of the buckets that have not been sent in this pass."""
-        while self._next < len(self._sequence):
-            self._next += 1
-            yield self._sequence[self._next - 1]
-
-    def chosen(self, choice: Sequence[bool]) -> list[int]:
-        return [index for index in self._sequence if choice[index]]
-
-    def agree(self, communicator: Communicator) -> None:
-        """Send buckets from now on in the order in which they were complete on rank 0. All ranks call, after passes."""
-        if self._is_agreed or communicator.world_size == 1:
-            return
-        first = communicator.all_gather_object(list(self._completed))[0]
-        self._sequence = [*first, *(number for number in self._sequence if number not in set(first))]
-        self._is_agreed, self._completed = bool(first), {}
 
 
 # -- error feedback of one bucket -------------------------------------------------------------------------------------

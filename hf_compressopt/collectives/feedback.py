@@ -16,14 +16,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakMethod, WeakSet, finalize, ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
@@ -32,6 +32,7 @@ from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Average, Combination, CompactErrors, Errors
 from hf_compressopt.kernels.compact import ERROR_FORMAT, tensor_of
 from hf_compressopt.kernels.memory import reads_at_once
+from hf_compressopt.weak import Hooks, weak_hook
 
 logger = logging.getLogger(__name__)
 
@@ -486,11 +487,11 @@ class HandedOut:
         self._kept: dict[Tensor, bool] | None = None  # where the next pass began, if the hook was called
         self._witness: Tensor | None = None
         self._version = 0
-        self._handles = list[RemovableHandle]()
+        self._witness_hooks = Hooks()
         self._unused_passes: int | None = 0  # None after the first step
-        finalize(self, _remove, self._handles).atexit = False
         if watches_steps:
-            _watch_steps(self)
+            _watch_steps()
+            _WATCHING.add(self)
 
     def hand_out(self, first: Tensor | None = None, before: Mapping[Tensor, int] | None = None) -> None:
         """Note the gradients at the end of a pass, of which ``first`` was the first to come.
@@ -506,11 +507,10 @@ class HandedOut:
         if first is not None:
             self._version = _version(first)
         if first is not self._witness:
-            _remove(self._handles)
+            self._witness_hooks.remove()
             self._witness = first
             if self._hooks and first is not None and first.requires_grad:
-                hook = _weak_hook(WeakMethod(self._pass_begins))
-                self._handles.append(first.register_hook(hook))  # type: ignore[no-untyped-call]
+                self._witness_hooks.add(first.register_hook(weak_hook(self._pass_begins)))  # type: ignore[no-untyped-call]
 
     def _pass_begins(self) -> None:
         """Look at ``p.grad`` before the pass adds to it; the hook calls."""
@@ -574,7 +574,7 @@ class HandedOut:
 
     def stop_watching(self) -> None:
         """Take the hook off until gradients are handed out again."""
-        _remove(self._handles)
+        self._witness_hooks.remove()
         self._witness = None
 
     def _commit(self, *, closes: bool = True) -> None:
@@ -599,27 +599,10 @@ def _version(param: Tensor) -> int:
     return int(grad._version) + (0 if own is None else int(own._version))
 
 
-def _weak_hook(begins: WeakMethod[Callable[[], None]]) -> Callable[[Tensor], None]:
-    def pass_begins(_: Tensor) -> None:
-        if (method := begins()) is not None:
-            method()
-
-    return pass_begins
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
-
-
-def _watch_steps(handed_out: HandedOut) -> None:
-    if not _WATCHING and not _step_hooks:
-        _step_hooks.append(register_optimizer_step_pre_hook(_note_step))  # gradients that the step itself drops
-        _step_hooks.append(register_optimizer_step_post_hook(_note_step))  # those of its closure
-    _WATCHING.add(handed_out)
-
-
-_step_hooks = list[RemovableHandle]()
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_note_step)  # gradients that the step itself drops
+    register_optimizer_step_post_hook(_note_step)  # those of its closure
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

@@ -21,10 +21,17 @@ from torch._utils import _take_tensors
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator, Traffic
-from hf_compressopt.collectives.exchange import BucketErrors, Order, Pipeline, Task, all_reduce, in_runs
+from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce, in_runs
 from hf_compressopt.collectives.feedback import ErrorFeedback, HandedOut, Members
-from hf_compressopt.collectives.passes import StepPasses
-from hf_compressopt.collectives.sender import forget_plain_passes, future_on, note_sent, passes_of, size_of
+from hf_compressopt.collectives.sender import (
+    Sender,
+    StepPasses,
+    forget_plain_passes,
+    future_on,
+    note_sent,
+    passes_of,
+    size_of,
+)
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment
@@ -64,7 +71,7 @@ class GradientBucket(ABC):
     @classmethod
     @abstractmethod
     def average(cls, run: Sequence[Any], grads: _Grads) -> Task[tuple[Tensor | None, _Finish]]:
-        """Average the gradients of a run of buckets over the ranks; ``grads`` has every parameter in them.
+        """Average the gradients of a run of buckets over the ranks; ``grads`` has those that are there.
 
         Returns whether an element is not finite, [] bool, alike on all ranks, and a function that ends the exchange;
         None if the owner finds that out by itself.
@@ -72,7 +79,7 @@ class GradientBucket(ABC):
 
     def segments(self, grads: _Grads) -> list[Segment]:
         pieces = self.bucket.pieces
-        return [Segment(grads[self.params[p.index]], p.start, p.numel, p.index) for p in pieces]
+        return [Segment(grads.get(self.params[p.index]), p.start, p.numel, p.index) for p in pieces]
 
     def set_completion(self, finish: Callable[[], object]) -> None:
         """Take what the owner calls in its step to await the average, if the bucket ``completes_in_step``."""
@@ -222,16 +229,15 @@ def runs_of(buckets: Iterable[GradientBucket]) -> Iterator[list[GradientBucket]]
         yield from in_runs(together, lambda bucket: bucket.bucket.numel, together[0].communicator)
 
 
-class GradientRounds:
+class GradientRounds(Sender):
     """The exchange of the gradients of one step, again and again, while backward makes them known."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._buckets: list[GradientBucket] = []
         self._runs: list[list[GradientBucket]] = []  # what is sent together of them
-        self._order = Order()
         self._grads: dict[Tensor, Tensor | None] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._pipeline = Pipeline()
         self._averages: list[tuple[int, Tensor | None, _Finish]] = []
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._checked = ""
@@ -243,7 +249,7 @@ class GradientRounds:
         if len(buckets) != len(self._buckets) or any(a is not b for a, b in zip(buckets, self._buckets, strict=True)):
             self._buckets = list(buckets)
             self._runs = list(runs_of(buckets))
-            self._order = Order(chain.from_iterable(bucket.members() for bucket in run) for run in self._runs)
+            self.replace_buckets(chain.from_iterable(bucket.members() for bucket in run) for run in self._runs)
             rows = [(b.form(), b.owner, [(p.index, p.start, p.stop) for p in b.bucket.pieces]) for b in buckets]
             mine = repr(rows)
             if communicator is not None and mine != self._checked:
@@ -253,39 +259,32 @@ class GradientRounds:
                     [forms, len(buckets), zlib.crc32(mine.encode())],
                 )
                 self._checked = mine
-        else:
-            self._order.begin()
-        if not self._pipeline.is_empty:
-            self._pipeline.join()  # a round was not finished, after an error
         self._grads, self._copies, self._averages = {}, [], []
-        self._pipeline = Pipeline(device=buckets[0].communicator.device if buckets else None)
+        self.begin_pass(buckets[0].communicator.device if buckets else None)
 
     def add(self, param: Tensor, grad: Tensor | None) -> bool:
         """Hand over the gradient of a parameter; the round overwrites it. False if it is in no bucket of the round."""
-        if param not in self._order.of:
+        if param not in self.buckets_of:
             return False
         if grad is not None and not (is_direct(grad) and address_of(grad)):
             original, grad = grad, in_memory("the gradient", grad)
             self._copies.append((original, grad))
         self._grads[param] = grad
-        self._order.arrived(param)
-        for index in self._order.due():
-            self._pipeline.add(self._exchange(self._runs[index]))
+        self.arrived(param)
         return True
+
+    def send(self, index: int) -> None:
+        self.tasks.add(self._exchange(self._runs[index]))
 
     def _exchange(self, run: list[GradientBucket]) -> Task[None]:
         not_finite, finish = yield from run[0].average(run, self._grads)
         self._averages.append((run[0].owner, not_finite, finish))
 
-    def _send_rest(self) -> None:
-        for param in self._order.of:
-            if param not in self._grads:
-                self.add(param, None)  # type: ignore[arg-type]
-
     def finish(self, done: _Done | None = None) -> None:
         """End the round, and say whether a gradient is not finite, [] bool where the host would wait for it."""
-        self._send_rest()
-        self._pipeline.drain()
+        self.send_rest()
+        self.tasks.drain()
+        self.await_anew()
         averages, self._averages = self._averages, []
         flags: dict[int, list[Tensor]] = {}
         for owner, flag, _ in averages:
@@ -298,7 +297,7 @@ class GradientRounds:
             finish(dropped.get(owner, False))
         for original, copy in self._copies:
             overwrite_(original, copy)
-        self._copies, self._grads = [], dict.fromkeys(self._grads)
+        self._copies, self._grads = [], {}
         if done is not None:
             faults = list(dropped.values())
             late = bool(faults) and isinstance(faults[0], Tensor)
@@ -308,8 +307,8 @@ class GradientRounds:
         """Send the rest, and let the owners end the round in their steps; False if a bucket writes into gradients."""
         if not self._buckets or not all(bucket.completes_in_step for bucket in self._buckets):
             return False
-        self._send_rest()
-        self._pipeline.join()  # whoever writes to the gradients now waits until they are read
+        self.send_rest()
+        self.tasks.join()  # whoever writes to the gradients now waits until they are read
         self._copies = []  # what is written into them is nothing
         for bucket in self._buckets:
             bucket.set_completion(self.finish)

@@ -1,37 +1,49 @@
-"""What is answered for: every parameter whose gradient this package must send, whatever forward and its caller do.
+"""What sends gradients: passes that the ranks count and compare, buckets in one order, and what was sent of them.
 
-Gradients are sent by DistributedDataParallel's hook, by hooks of the parameters (ZeRO), by FSDP2's hook, in a plain
-loop, or in a step. Each of these tells here what it has sent (:func:`note_sent`). Autograd tells of every gradient that
-it has added to, by a hook on the parameter that no forward can go around. So a gradient *waits* from the moment that
-autograd has changed it until it is sent, and an optimizer whose step would use one that waits raises an error with its
-name, on all ranks that have it, before anything moves: a forward that goes around DistributedDataParallel, a parameter
-that became trainable later, a module that nobody wrapped, a hook that is not called any more.
+A pass is one call of backward, or of a plain loop's average. Three things are known of it here.
 
-A gradient that waits is no error by itself: inside ``no_sync`` all of them do, and those that ``zero_grad()`` throws
-away never come to a step. A parameter without a gradient is no error either. Whether a gradient waits each rank knows
-alone. By messages the ranks compare two things: once, the parameters that an optimizer has beside those that are
-answered for, and in each pass or step how many passes there were (:mod:`~hf_compressopt.collectives.passes`).
+:class:`StepPasses`: how many passes a step has. A rank that runs one more is an error on all: its messages would meet
+those of the others' step, and be averaged with another gradient, or hang. So the ranks compare eight numbers, 32 bytes,
+at the beginning of a pass that sends gradients, and before a step that uses them.
+
+:class:`Sender`: which buckets are sent, and in which order. What feeds it are DistributedDataParallel's hook and plain
+loops (:mod:`~hf_compressopt.collectives.gradients`), and hooks of parameters
+(:mod:`~hf_compressopt.collectives.backward`). FSDP2 orders its units itself, among messages of its own, and whether a
+pass sends is known after the last one: it counts passes where they end, and has no sender.
+
+:class:`SendRecord`: which gradients this package must send, whatever forward and its caller do. Autograd tells of every
+gradient that it has added to, by a hook on the parameter that no forward can go around; who sends tells it by
+:func:`note_sent`. A gradient that was changed since it was sent *waits*. An optimizer whose step would use one that
+waits raises an error with its name, on all ranks that have it, before anything moves: a forward that goes around
+DistributedDataParallel, a parameter that became trainable later, a module that nobody wrapped, a hook that is not
+called any more. A gradient that waits is no error by itself: inside ``no_sync`` all of them do, and those that
+``zero_grad()`` throws away never come to a step. Whether one waits each rank knows alone; the ranks compare once the
+parameters that an optimizer has beside those that are answered for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
-from weakref import WeakSet, finalize, ref
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.passes import StepPasses
+from hf_compressopt.collectives.exchange import Pipeline
+from hf_compressopt.kernels.memory import fetch_later, numbers_on, reads_at_once
+from hf_compressopt.weak import Hooks
 
 _RECORDS: WeakSet[SendRecord] = WeakSet()
-_steps_are_watched = False
 _SHOWN = 4  # names in an error
-_REMEMBERED = 16  # lists of parameters of plain loops
 _CHUNK = 1 << 18  # elements that are copied at a time
 _ROUNDING = 1e-4  # relative difference of the sizes of gradients that counts as rounding
 _WHY = (
@@ -40,6 +52,270 @@ _WHY = (
     "parameters were made trainable; have the last backward of a step outside no_sync; or average such gradients after "
     "backward by hf_compressopt.average_gradients(parameters)"
 )
+
+
+# -- how many passes ---------------------------------------------------------------------------------------------------
+
+
+class StepPasses:
+    """The backward passes since the last step that send gradients: all ranks run as many, or all raise an error.
+
+    A rank that runs one more meets the others' next step, or their next pass: its gradients would get there.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = self.before = 0  # since the last step, and up to it since the one before
+        self.in_loop: Communicator | None = None  # the ranks of a plain loop, whose next message is that of a pass
+        self.members = 0  # the number of the parameters, once it has changed between passes
+        self.are_known = False  # somebody has counted one
+        self.are_met = False  # the ranks have compared them in the step under way
+        self.held = 0  # those of them whose gradients were not thrown away since
+        self._posted: _Posted | None = None
+        self._ranks: Sequence[Communicator] = ()  # those who compared the last pass
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but a message under way."""
+        return self.__dict__ | {"_posted": None, "_ranks": (), "in_loop": None}
+
+    def run_in_loop(self, ranks: Communicator) -> None:
+        """Note that a plain loop of these ranks averages gradients: its next message is that of a pass."""
+        self.in_loop = ranks
+
+    def begin(self, *communicators: Communicator, joined: bool = False) -> None:
+        """Count a pass; given communicators, compare it before messages that may meet those of a step: :meth:`post`.
+
+        Unless it would wait for a GPU: then the next comparison, or :meth:`check`, raises.
+        """
+        self.are_met = False
+        if not joined:
+            self.are_known = True
+            self.count += 1
+            self.held += 1
+        if communicators:
+            self.post(*communicators, joined=joined, doing="has no inputs left" if joined else "")
+            self.check(now=False)
+
+    def note_members(self, number: int) -> None:
+        """Note the number of the parameters, if there were passes: before the first one other messages compare it."""
+        if self.are_known:
+            self.members = number
+
+    def forget(self) -> None:
+        """Begin anew after another error of all ranks."""
+        self._posted = None
+        self.count = self.held = 0
+
+    def drop(self) -> None:
+        """Note that what the passes have sent was thrown away."""
+        self.held = 0
+
+    def end_step(self) -> None:
+        if self.count:
+            self.before = self.count
+        self.count = self.held = 0
+        self.are_met = False
+
+    def post(self, *communicators: Communicator, in_step: bool = False, joined: bool = False, doing: str = "") -> None:
+        """Start comparing the passes with those of the other ranks, by a message that is the same in a step.
+
+        Several communicators reach all ranks one after another, as those of a mesh's dimensions do. A rank that has
+        ``joined`` has no inputs left, and follows the others (torch's Join): its own passes count for nothing.
+        """
+        self.check()  # what the host has not waited for
+        wide = [each for each in dict.fromkeys(communicators) if each.world_size > 1]
+        if not wide:
+            return
+        self._ranks = wide
+        numbers = [float(self.count), float(self.held), float(in_step), float(self.members)]
+        both = [-math.inf] * 8 if joined else [*numbers, *(-number for number in numbers)]
+        here, device = array("f", both), wide[0].reached().device
+        message = torch.frombuffer(here, dtype=torch.float32) if reads_at_once(device) else numbers_on(device, here)
+        arrive = partial(_arrived, _largest(wide[0], message), wide[1:], message)
+        self._posted = _Posted(wide, arrive, here, doing or self._describe(in_step))
+
+    def check(self, *, now: bool = True) -> None:
+        """Raise an error on all ranks if they differ in what was posted.
+
+        Unless ``now``, the host does not wait for a GPU, and the next call raises.
+        """
+        if self._posted is None:
+            return
+        ranks, arrive, here, mine = self._posted
+        found = arrive()
+        shared = found.data_ptr() == here.buffer_info()[0]  # in host memory, where nothing is awaited
+        if not now and not shared and not reads_at_once(found.device):
+            self._posted = _Posted(ranks, fetch_later(found), here, mine)
+            return
+        self._posted = None
+        largest = list(here) if shared else found.tolist()
+        most, least = largest[: len(largest) // 2], largest[len(largest) // 2 :]
+        if all(high == -low for high, low in zip(most, least, strict=True)):
+            return
+        self.count = self.held = 0  # a script that catches the error begins anew
+        everyone = [f"rank {dist.get_rank() if len(ranks) > 1 else ranks[0].rank} {mine}"]
+        for communicator in ranks:
+            everyone = [each for found in communicator.all_gather_object(everyone) for each in found]
+        raise RuntimeError(
+            "the ranks have different numbers of backward passes in a step, of parameters, or of gradients to send, or "
+            f"not all have thrown gradients away ({self.name}): {'; '.join(sorted(everyone))}. Give all ranks as many "
+            "batches and micro-batches (drop_last=True), run all passes but the last one of a step inside no_sync(), "
+            "and call zero_grad() and add_param_group() on all ranks or on none"
+        )
+
+    def compare(self, *communicators: Communicator, in_step: bool = False, doing: str = "") -> None:
+        """Raise an error on all ranks if they differ in their passes. All ranks call."""
+        self.post(*communicators, in_step=in_step, doing=doing)
+        self.check()
+
+    def meet(self, communicator: Communicator, *, now: bool = True) -> None:
+        """Compare the passes, once, before a step uses them; ``now``: see :meth:`check`. All ranks call."""
+        if not self.are_met:
+            self.are_met = True
+            self.post(communicator, in_step=True)
+            self.check(now=now)
+
+    def tell(self, doing: str) -> None:
+        """Raise an error on all ranks of a plain loop, if the others do not what this rank does, which may not."""
+        if self.in_loop is not None:
+            self.compare(self.in_loop, in_step=True, doing=doing)
+
+    def close(self, doing: str) -> None:
+        """Raise an error on all ranks if one is still in a pass: where a training ends no step tells it. All call."""
+        if self._ranks:
+            self.compare(*self._ranks, in_step=True, doing=doing)
+
+    def _describe(self, in_step: bool) -> str:
+        dropped = f", {self.count - self.held} of them thrown away by zero_grad()" if self.held != self.count else ""
+        if in_step:
+            of = f" of {self.members} parameters" if self.members else ""
+            return f"takes a step after {self.count} pass{'es' * (self.count != 1)}{of}{dropped}"
+        before = f" of {self.members} parameters" if self.members else ""
+        before += f" ({self.before} in the step before)" if self.before else ""
+        return f"is in pass {self.count}{before}{dropped}"
+
+
+class _Posted(NamedTuple):
+    """A message of :class:`StepPasses` that is under way."""
+
+    ranks: Sequence[Communicator]
+    arrive: Callable[[], Tensor]  # returns the largest numbers of all ranks
+    here: array[float]  # this rank's numbers; in their place the largest ones, if messages lie in host memory
+    mine: str  # what this rank does, in words
+
+
+def _largest(communicator: Communicator, message: Tensor) -> Callable[[], object]:
+    """Start taking the largest numbers of all ranks, and return what awaits them."""
+    with communicator.traffic.paused():  # metrics count the training's messages, and no checks
+        return communicator.all_reduce(message, op="max").wait
+
+
+def _arrived(wait: Callable[[], object], others: Sequence[Communicator], message: Tensor) -> Tensor:
+    """Await a message, and take it to the ranks of the other communicators too."""
+    wait()
+    for each in others:
+        _largest(each, message)()
+    return message
+
+
+# -- in which order ----------------------------------------------------------------------------------------------------
+
+
+class Sender(ABC):
+    """Buckets of gradients that are sent pass by pass, in one order on all ranks.
+
+    A pass begins by :meth:`begin_pass`. A bucket is sent as soon as the gradients of all its members have
+    :meth:`arrived` and the buckets before it are sent. At the end :meth:`send_rest` sends the others, with zeros for
+    missing gradients, so that ranks whose graphs differ do not wait for each other. Then the ``tasks`` are drained, and
+    gradients awaited anew.
+    """
+
+    def __init__(self) -> None:
+        self.buckets_of: dict[Hashable, list[int]] = {}  # by member
+        self._members: list[frozenset[Hashable]] = []
+        self._sequence: list[int] = []
+        self._completed: dict[int, None] = {}  # in the order in which their gradients came, until the ranks agree
+        self._is_agreed = False
+        self._awaited: list[set[Hashable]] = []
+        self._next = 0
+        self.sends = False  # buckets are sent in the pass under way
+        self.tasks = Pipeline()  # what it has sent
+
+    @abstractmethod
+    def send(self, index: int) -> None:
+        """Add the task of a bucket to the others. All ranks send the same buckets in one order."""
+
+    # -- buckets ------------------------------------------------------------------------------------------------------
+
+    def add_buckets(self, buckets: Iterable[Iterable[Hashable]]) -> None:
+        """Add buckets of these members behind the others."""
+        for members in map(frozenset, buckets):
+            for member in members:
+                self.buckets_of.setdefault(member, []).append(len(self._members))
+            self._sequence.append(len(self._members))
+            self._members.append(members)
+        self.await_anew()
+
+    def replace_buckets(self, buckets: Iterable[Iterable[Hashable]]) -> None:
+        """Send these buckets in place of the others."""
+        self.buckets_of, self._members, self._sequence = {}, [], []
+        self.add_buckets(buckets)
+
+    def agree_on_order(self, communicator: Communicator) -> None:
+        """Send buckets from now on in the order in which they were complete on rank 0. All ranks call, after passes."""
+        if self._is_agreed or communicator.world_size == 1:
+            return
+        first = communicator.all_gather_object(list(self._completed))[0]
+        self._sequence = [*first, *(number for number in self._sequence if number not in set(first))]
+        self._is_agreed, self._completed = bool(first), {}
+
+    # -- a pass -------------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, device: torch.device | None, limit: int | None = None) -> None:
+        """Begin a pass that sends buckets, whose tasks a GPU does beside backward; ``limit``: see Pipeline."""
+        if self.sends or not self.tasks.is_empty:  # a pass was not finished, after an error
+            self.tasks.join()
+            self.await_anew()
+        self.tasks, self.sends = Pipeline(limit, device), True
+
+    def awaits(self, index: int, member: Hashable) -> bool:
+        """Return whether the gradient of a member of a bucket has not come in this pass."""
+        return member in self._awaited[index]
+
+    def arrived(self, member: Hashable) -> None:
+        """Note that the gradient of a member has come, and send what is due now."""
+        for index in self.buckets_of.get(member, ()):
+            awaited = self._awaited[index]
+            awaited.discard(member)
+            if not awaited and not self._is_agreed:
+                self._completed.setdefault(index)
+        if self.sends:
+            self._send_due()
+
+    def _send_due(self, *, all_of_them: bool = False) -> None:
+        while self._next < len(self._sequence) and (all_of_them or not self._awaited[self._sequence[self._next]]):
+            self._next += 1
+            self.send(self._sequence[self._next - 1])
+
+    def send_rest(self) -> None:
+        """Send the buckets that have not been sent in this pass."""
+        if self.sends:
+            self._send_due(all_of_them=True)
+
+    def send_chosen(self, choice: Sequence[bool]) -> None:
+        """Send the chosen buckets outside a pass, in their order. All ranks call."""
+        for index in self._sequence:
+            if choice[index]:
+                self.send(index)
+        self.tasks.drain()
+
+    def await_anew(self) -> None:
+        """End a pass."""
+        self._awaited = [set(members) for members in self._members]
+        self._next, self.sends = 0, False
+
+
+# -- what is answered for ----------------------------------------------------------------------------------------------
 
 
 class SendRecord:
@@ -61,8 +337,7 @@ class SendRecord:
         self._waiting: set[Tensor] = set()
         self._known: dict[Tensor, str] = {}  # with their names
         self._frozen: set[Tensor] = set()  # of them: they take no hook until they are trainable
-        self._handles: list[RemovableHandle] = []
-        finalize(self, _remove, self._handles).atexit = False
+        self._hooks = Hooks()
         self.add(named)
         _RECORDS.add(self)
         _watch_steps()
@@ -92,7 +367,7 @@ class SendRecord:
         """Note from now on when autograd adds to the gradient of a parameter. A builtin costs less than a function."""
         self._frozen.discard(param)
         hook = self._waiting.add
-        self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._hooks.add(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         if later and param.grad is not None:
             self._waiting.add(param)
 
@@ -155,7 +430,7 @@ class SendRecord:
 
     def close(self) -> None:
         """Answer for nothing any more."""
-        _remove(self._handles)
+        self._hooks.remove()
         self._waiting.clear()
         self._known, self._frozen = {}, set()
 
@@ -231,16 +506,9 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
-
-
+@cache
 def _watch_steps() -> None:
-    global _steps_are_watched
-    if not _steps_are_watched:
-        register_optimizer_step_pre_hook(_check_step)
-        _steps_are_watched = True
+    register_optimizer_step_pre_hook(_check_step)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -270,31 +538,26 @@ def _end_step(records: Iterable[SendRecord], params: Sequence[Tensor]) -> None:
     for record in records:
         if record.passes.count and any(map(record.answers_for, params)):
             record.passes.end_step()
-    for first, passes in _PLAIN.values():
-        if passes.count and any(param is first() for param in params):
+    for first, passes in _PLAIN.items():
+        if passes.count and any(param is first for param in params):
             passes.end_step()
 
 
-#: The averages of plain loops: by the parameters' ids, the first one, and how often they were averaged.
-_PLAIN: dict[tuple[int, ...], tuple[ref[Tensor], StepPasses]] = {}
+#: The passes of plain loops, by the first of the parameters that they average.
+_PLAIN: MutableMapping[Tensor, StepPasses] = WeakTensorKeyDictionary()
 
 
 def forget_plain_passes() -> None:
     """Begin anew after an error in an average of a plain loop: the ranks may have counted for other parameters."""
-    for _, passes in _PLAIN.values():
+    for passes in _PLAIN.values():
         passes.forget()
 
 
 def passes_of(params: Sequence[Tensor]) -> StepPasses:
-    """The passes after which a plain loop averages these parameters; those of the last few lists are remembered."""
+    """The passes after which a plain loop averages these parameters."""
     if not params:
         return StepPasses("average_gradients")
-    key = tuple(map(id, params))
-    first, passes = _PLAIN.get(key, (None, None))
-    if first is None or passes is None or first() is not params[0]:
+    if params[0] not in _PLAIN:
         _watch_steps()
-        passes = StepPasses("average_gradients")
-        if len(_PLAIN) == _REMEMBERED:
-            _PLAIN.pop(next(iter(_PLAIN)))
-        _PLAIN[key] = ref(params[0]), passes
-    return passes
+        _PLAIN[params[0]] = StepPasses("average_gradients")
+    return _PLAIN[params[0]]

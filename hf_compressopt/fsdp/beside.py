@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, finalize
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -31,12 +32,12 @@ from hf_compressopt.fsdp.clipping import teach_torch_to_mix
 from hf_compressopt.fsdp.units import Unit, outside
 from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.optim.math import bit_sum
+from hf_compressopt.weak import Hooks
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.utils.hooks import RemovableHandle
 
 
 class BesideUnits:
@@ -71,11 +72,11 @@ class BesideUnits:
         self._options = {**options, "process_group": _group_of(mesh)}
         self._own = SendRecord("compress_fsdp")  # of what each rank keeps for itself
         self._told_of_reentrant = False
-        self._handles: list[RemovableHandle] = []
-        finalize(self, _remove, self._handles).atexit = False
+        self._hooks = Hooks()
         self.find()
         self._late = model.register_forward_pre_hook(self._find_late)
-        _refuse_others(self)
+        _watch_steps()  # to refuse optimizers that average these parameters, or send their gradients, by themselves
+        _LIVING.add(self)
 
     @property
     def are_due(self) -> bool:
@@ -110,7 +111,7 @@ class BesideUnits:
         if known == {param for _, param in named}:
             return self.averages
         if self.averages is not None:
-            _remove(self._handles)
+            self._hooks.remove()
             self.averages.close()
         teach_torch_to_mix()
         self.averages = GradientCompression(named, self._compression, **self._options)
@@ -118,7 +119,7 @@ class BesideUnits:
         self._compare(ranks, named)
         broadcast_together(ranks, self.averages.params)
         for param in self.averages.params:
-            self._handles.append(param.register_post_accumulate_grad_hook(self._came))
+            self._hooks.add(param.register_post_accumulate_grad_hook(self._came))
         return self.averages
 
     def _outside(self, *, trained: bool) -> list[tuple[str, nn.Parameter]]:
@@ -176,11 +177,9 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's name for it
 _LIVING: WeakSet[BesideUnits] = WeakSet()
 
 
-def _refuse_others(beside: BesideUnits) -> None:
-    """Refuse from now on optimizers that average these parameters, or send their gradients, by themselves."""
-    if not _LIVING:
-        register_optimizer_step_pre_hook(_check_step)
-    _LIVING.add(beside)
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_check_step)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
@@ -228,8 +227,3 @@ def _is_inside_checkpoint() -> bool:
             return False
         frame = frame.f_back
     return True
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()

@@ -438,37 +438,31 @@ class FSDPCompression:
         """Average the gradients of a unit, this rank's shards, over the replicas, in place. FSDP2 calls."""
         if self.communicator.world_size == 1:
             return
-        self._check_numel(errors.unit, grads.numel())
-        self._keep_memory(grads)
-        self._check_ranks()
-        self._enter_pass()
+        self._take(errors.unit, grads, grads.numel())
         if errors.holds_back(grads):
             return
         self._faults += errors.average(grads, self._scale)
 
     def _scatter(self, errors: UnitErrors, shard: Tensor, grads: Tensor, op: Any) -> None:
         """Average the gradients of a unit in the place of a reduce-scatter ``op``. FSDP2 calls, on its stream."""
-        self._check_numel(errors.unit, shard.numel())
-        self._keep_memory(grads)
-        self._check_ranks()
-        self._enter_pass()
+        self._take(errors.unit, grads, shard.numel())
         ranks = self.communicator.world_size
         factor = ranks / errors.unit.divisor(op, ranks)
         self._faults += errors.scatter(shard, grads, self._scale, factor)
 
-    def _check_numel(self, unit: Unit, numel: int) -> None:
+    def _take(self, unit: Unit, grads: Tensor, numel: int) -> None:
+        """Check the gradients of a unit, of which this rank's shard has ``numel``, and begin a pass with the first."""
         if numel != unit.numel:
             raise RuntimeError(
                 f"the unit of {unit.names[0]} has {unit.numel} elements on this rank, and gradients of "
                 f"{numel}: freeze parameters before grad_compression begins; parameters without a gradient "
                 "need torch >= 2.13"
             )
-
-    def _keep_memory(self, grads: Tensor) -> None:
-        """Keep the gradients' memory until this stream has used it: FSDP2 may free them, and use it on another one."""
-        if grads.device.type != "cpu":
+        if grads.device.type != "cpu":  # FSDP2 may free them, and use the memory on another stream
             self._stream = torch.accelerator.current_stream()
             grads.record_stream(self._stream)
+        self._check_ranks()
+        self._enter_pass()
 
     def _enter_pass(self) -> None:
         """Begin a backward pass with its first unit, or with the first gradient beside the units; sends nothing."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator, digest_of
-from hf_compressopt.collectives.passes import StepPasses
+from hf_compressopt.collectives.sender import StepPasses
 from hf_compressopt.optim.gradients import GradientNoise, Gradients, Grads, MeanNorm
 from hf_compressopt.optim.group import GroupState, has_own_groups
 from hf_compressopt.optim.math import bit_sum

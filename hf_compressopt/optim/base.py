@@ -20,7 +20,7 @@ from hf_compressopt.collectives.backward import take_over, watch_clipping
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce, in_runs, run_tasks
 from hf_compressopt.collectives.gradients import average_group
-from hf_compressopt.collectives.passes import StepPasses
+from hf_compressopt.collectives.sender import StepPasses
 from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
 from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
@@ -139,7 +139,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
     _fit = ""  # how the schedule was chosen, in words
     _bytes_compared = False
     _options_compared = False
-    _met = False  # the ranks have compared the passes whose messages left in backward
 
     def __init__(
         self,
@@ -312,17 +311,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
         So may one by messages that leave in backward, the first one after steps by averaged gradients, and one that
         measures how stable the variance is. The others compare passes in messages of the same form.
         """
-        if self._met or self.communicator.world_size == 1 or not self.passes.are_known:
+        if self.passes.are_met or self.communicator.world_size == 1 or not self.passes.are_known:
             return
         plan, before = self.plan, self.last_plan
         is_first = self._step > 0 and before.reduce_grads and not plan.reduce_grads
         if is_first or (self.overlap is not None and self.overlap.a_hook_sends and self.overlap.due(plan, before)):
-            self._met = True
-            self.passes.compare(self.communicator, in_step=True)
+            self.passes.meet(self.communicator)
         elif self.freeze_step == AUTO and plan.reduce_grads and not plan.stage.number:
-            self._met = True
-            self.passes.post(self.communicator, in_step=True)
-            self.passes.check(now=False)
+            self.passes.meet(self.communicator, now=False)
 
     def require_same_options(self) -> None:
         """Raise on all ranks, before the first message, if they differ in class, step or options. All ranks call."""
@@ -439,7 +435,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def _end_step(self, plan: StepPlan, *, taken: bool) -> None:
         """Close a step, which was taken or skipped."""
         self.step_was_skipped = not taken
-        self._met = False
         self._agreement.end_step(compared=plan.agree or plan.synchronize)
         if self.overlap is not None:
             self.overlap.end_step(taken=taken)

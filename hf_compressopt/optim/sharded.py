@@ -45,7 +45,6 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.backward import BackwardPasses
 from hf_compressopt.collectives.exchange import (
     BucketErrors,
-    Pipeline,
     Task,
     all_gather,
     gather_messages,
@@ -345,14 +344,13 @@ class _SentGradients:
 
     means: dict[Key, Tensor] = field(default_factory=dict)  # of this rank's chunks, [n_own], in the warmup stage
     present: dict[int, list[bool]] = field(default_factory=dict)  # by param group: where this rank had a gradient
-    tasks: Pipeline = field(default_factory=Pipeline)
     sketches: dict[int, _Sketch] | None = None  # by bucket, if sketches are taken
     fault: Exception | None = None  # in a gradient of this rank
     is_late: bool = False  # a gradient came after a part of it was sent, or a pass after one that had raised
 
 
 class ShardedOverlap(OverlapSender):
-    """Gradients that are sent and freed during backward: a :class:`~hf_compressopt.collectives.backward.Sender`.
+    """Gradients that are sent and freed during backward: a :class:`~hf_compressopt.collectives.backward.Client`.
 
     They are those of the groups whose moments are shared out.
     """
@@ -405,9 +403,15 @@ class ShardedOverlap(OverlapSender):
                 before.require_attached()
                 before.detach()
             counted = None if before is None else before.passes
-            self._passes = BackwardPasses(self, name, self._communicator, counted)
+            self._passes = BackwardPasses(self, name, self._communicator, counted=counted)
             self._passes.add(params, members)
             self._params, self._members = params, members
+        return self._passes
+
+    @property
+    def passes(self) -> BackwardPasses:
+        """The passes, once the parameters are hooked."""
+        assert self._passes is not None
         return self._passes
 
     def _make_buckets(self) -> list[SignBucket]:
@@ -436,7 +440,7 @@ class ShardedOverlap(OverlapSender):
             passes.empty_pass()
         passes.meet()
         if self._was_sent:
-            passes.order.agree(self._communicator)
+            passes.agree_on_order(self._communicator)
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
@@ -450,10 +454,7 @@ class ShardedOverlap(OverlapSender):
         load of a checkpoint of a run that clipped otherwise.
         """
         plan, last = self._begin_step(), self._last_norm()
-        if not self._sent.tasks.is_empty:
-            self._sent.tasks.join()  # a pass was not finished, after an error
-        tasks = Pipeline(device=self._communicator.device)
-        self._sent, self._dropped = _SentGradients(tasks=tasks, is_late=self._sent.is_late), False
+        self._sent, self._dropped = _SentGradients(is_late=self._sent.is_late), False
         if not self.states or (plan.stage.number and last is None):
             return False
         self.begin(None if self._scale_of_pass is None else float(self._scale_of_pass()), plan)
@@ -461,7 +462,7 @@ class ShardedOverlap(OverlapSender):
             begin = state.errors.begin if plan.stage.number else state.errors.begin_sending
             begin()
         self._buckets = self._make_buckets()
-        buckets_of = self.attach().order.of
+        buckets_of = self.passes.buckets_of
         self._parts_to_send = [len(buckets_of.get(number, ())) for number in range(len(self._params))]
         self._sent.present = {state.number: [False] * len(state.params) for state in self.states}
         if plan.stage.number and (self._clips or last != UNCLIPPED):
@@ -469,14 +470,13 @@ class ShardedOverlap(OverlapSender):
         return True
 
     def take(self, number: int) -> bool:
-        passes = self.attach()
-        mine = passes.order.of.get(number, [])
-        came = any(not passes.order.awaits(index, number) for index in mine)
+        mine = self.passes.buckets_of.get(number, [])
+        came = any(not self.passes.awaits(index, number) for index in mine)
         self._sent.is_late |= came and self._parts_to_send[number] < len(mine)
         return True
 
     def send(self, index: int) -> None:
-        due, sent = self._buckets[index], self._sent
+        due, sent, tasks = self._buckets[index], self._sent, self.passes.tasks
         state, bucket = due.state, due.bucket
         grads: dict[Tensor, Tensor | None] = {}
         for piece in bucket.pieces:
@@ -487,10 +487,10 @@ class ShardedOverlap(OverlapSender):
                 grads[param] = param.grad
                 sent.present[state.number][piece.index] = True
         segments = state.gradient_segments(bucket, [grads.get(param) for param in state.params])
-        sent.tasks.keep([*grads.values(), *(segment.tensor for segment in segments)])
+        tasks.keep([*grads.values(), *(segment.tensor for segment in segments)])
         if not self._plan.stage.number:
             factor, errors = 1 / self.backward.loss_scale, (due.old.worker, due.new.worker)
-            sent.tasks.add(
+            tasks.add(
                 self._keep_mean(due.key, _mean_of_chunk(state, due.number, segments, factor, *errors, self._form))
             )
         else:
@@ -498,7 +498,7 @@ class ShardedOverlap(OverlapSender):
                 sent.sketches[index] = sketch = _empty_sketch(state.device)
                 start = self._start_in_sketch(state) + bucket.start
                 kernels.on(state.device).sketch_(segments, start, self._plan.step, *sketch)
-            sent.tasks.add(SignBucket.average([due], grads))
+            tasks.add(SignBucket.average([due], grads))
         for number in self._members[index]:
             self._parts_to_send[number] -= 1
             if not self._parts_to_send[number]:
@@ -516,8 +516,7 @@ class ShardedOverlap(OverlapSender):
         for param, parts in zip(self._params, self._parts_to_send, strict=True):
             if not parts:
                 param.grad = None  # also of parameters of no element
-        self.attach().gradients_taken()
-        self._sent.tasks.drain()
+        self.passes.gradients_taken()
         self._buckets = []  # they hold errors, old and new, of which the step lets go
         self.note_gradients()
 
@@ -545,7 +544,7 @@ class ShardedOverlap(OverlapSender):
         super().end_step(taken=taken)
         self._begin_anew()
         if self._passes is not None:
-            self._passes.end_step()
+            self._passes.passes.end_step()
 
     def _begin_anew(self) -> None:
         for state in self.states:

@@ -127,7 +127,7 @@ def memory_report(optimizer: Partitioned) -> MemoryReport:
     return MemoryReport(
         parameters=sum(param.nbytes for param in params),
         whole_gradients=sum(p.grad.nbytes for p in params if p.grad is not None),
-        buckets=reducer.pipeline.nbytes + sum(g.buffer.nbytes for g in reducer.slices if g.buffer is not None),
+        buckets=reducer.backward.tasks.nbytes + sum(g.buffer.nbytes for g in reducer.slices if g.buffer is not None),
         gradient_shards=sum(g.average.nbytes for g in reducer.slices if g.average is not None),
         states=states,
         masters=masters,

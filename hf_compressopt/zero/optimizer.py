@@ -239,11 +239,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.step_was_skipped = skipped
         self.loss_scale.update(skipped)
         self._reducer.clear()
-        self._reducer.backward.end_step()
+        self._reducer.backward.passes.end_step()
         self.traffic.end_step()
         if self._announcement.is_open:
             self._announcement.end(self, self._describe_memory)
-        self._reducer.backward.order.agree(self.communicator)
+        self._reducer.backward.agree_on_order(self.communicator)
 
     def join_hook(self, **_: Any) -> Any:
         """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others."""

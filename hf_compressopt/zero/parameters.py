@@ -177,7 +177,7 @@ class PartitionedParameters:
             for written, (_, take_over) in zip(torch.stack([flag for flag, _ in mine]).tolist(), mine, strict=True):
                 if written:
                     take_over()
-        self.reducer.follow_parameters()
+        self.reducer.follow()
 
     def check_ranks_agree(self, steps: int, options: Sequence[str], groups: Sequence[dict[str, Any]]) -> None:
         """Check once before the first step that all ranks have the same layout, options and parameters."""

@@ -38,7 +38,6 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.backward import BackwardPasses
 from hf_compressopt.collectives.communicator import Communicator, digest_of
 from hf_compressopt.collectives.exchange import (
-    Pipeline,
     Task,
     all_gather,
     in_place_order,
@@ -195,16 +194,15 @@ class GradientReducer:
         self.slices: list[SliceGradients] = []
         self.present: list[bool] = []
         self.fault: Exception | None = None
-        self.passes = 0
         self.factor = 1.0
-        self._square: float | None = None  # of the norm of the averages as they are; None if it is not known
-        self._norm_of_pass = 0
+        self._square: float | None = None  # of the norm of the averages; None before the first one of a step
+        self._is_measured = False  # it is that of the averages as they are
         self.max_norm: float | None = None  # to which clip_grad_norm_ has clipped last
         self._communicator, self._checked = communicator, False
         self._config, self._loss_scale = config, loss_scale
-        self.pipeline = self._new_pipeline()
         self.known: list[TrainedParameter] = []
-        self.backward = BackwardPasses(self, "ZeroOptimizer", communicator)
+        limit = 2 * FLOAT_BYTES * config.reduce_numel
+        self.backward = BackwardPasses(self, "ZeroOptimizer", communicator, limit=limit)
 
     def add(self, params: Sequence[Tensor], slices: Sequence[SliceGradients]) -> None:
         """Take the gradients of parameters that have become known, in these slices."""
@@ -261,7 +259,7 @@ class GradientReducer:
     def holds_gradients(self) -> bool:
         return any(self.present)
 
-    def follow_parameters(self) -> None:
+    def follow(self) -> None:
         """Follow the parameters to the devices to which a model was moved after its optimizer was made."""
         for gradients in self.slices:
             device = self.known[next(iter(gradients.cut.places))].tensor.device
@@ -273,23 +271,13 @@ class GradientReducer:
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
-    def follow(self) -> None:
-        self.follow_parameters()
-
-    def _new_pipeline(self) -> Pipeline:
-        return Pipeline(2 * FLOAT_BYTES * self._config.reduce_numel, self._communicator.device)
-
     def begin_pass(self) -> bool:
-        self.follow_parameters()
         self.check_layout()
-        if not self.pipeline.is_empty:
-            self.pipeline.join()  # a pass was not finished, after an error
-        self.pipeline = self._new_pipeline()
         return True
 
     def take(self, number: int) -> bool:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`: after its slice a gradient stays in p.grad."""
-        mine = self.backward.order.of.get(number, ())
+        """See :class:`~hf_compressopt.collectives.backward.Client`: after its slice a gradient stays in p.grad."""
+        mine = self.backward.buckets_of.get(number, ())
         if self.known[number].tensor.grad is None or any(self.slices[index].sent for index in mine):
             return False
         self._fill(number)
@@ -309,7 +297,7 @@ class GradientReducer:
             return
         self.present[number] = True
         flat = grad.detach().reshape(-1)
-        for index in self.backward.order.of.get(number, ()):
+        for index in self.backward.buckets_of.get(number, ()):
             self.slices[index].put(number, flat, self._scale_of(self.slices[index]))
 
     def _scale_of(self, gradients: SliceGradients) -> float | None:
@@ -321,15 +309,15 @@ class GradientReducer:
         return None if world_size == 1 or gradients.grad_form is not None else 1.0 / world_size
 
     def send(self, index: int) -> None:
-        gradients = self.slices[index]
-        self.pipeline.room_for(2 * gradients.nbytes)
+        gradients, tasks = self.slices[index], self.backward.tasks
+        tasks.room_for(2 * gradients.nbytes)
         for number in gradients.cut.places:
             if number not in gradients.filled:
                 self._fill(number)
-        self.pipeline.keep([gradients.buffer])
-        self.pipeline.add(self._average(gradients), 2 * gradients.nbytes)
+        tasks.keep([gradients.buffer])
+        tasks.add(self._average(gradients), 2 * gradients.nbytes)
         if not self._config.overlap_comm:
-            self.pipeline.drain()
+            tasks.drain()
 
     def _average(self, gradients: SliceGradients) -> Task[None]:
         """Average a slice over its ranks, and add this rank's part to its average.
@@ -355,16 +343,15 @@ class GradientReducer:
         gradients.average = part if gradients.average is None else gradients.average.add_(part)
 
     def end_pass(self) -> None:
-        self._finish(range(len(self.slices)))
-        self.passes += 1
+        self._is_measured = False
+        self._empty_slices()
 
     def interrupted(self) -> None:
         self.backward.flush()
 
-    def _finish(self, indices: Sequence[int]) -> None:
-        self.pipeline.drain()
-        for index in indices:
-            self.slices[index].begin()
+    def _empty_slices(self) -> None:
+        for gradients in self.slices:
+            gradients.begin()
 
     # -- after backward -----------------------------------------------------------------------------------------------
 
@@ -373,7 +360,7 @@ class GradientReducer:
         left = [False] * len(self.slices)
         for number, known in enumerate(self.known):
             if known.tensor.grad is not None:
-                mine = self.backward.order.of.get(number, ())
+                mine = self.backward.buckets_of.get(number, ())
                 if not mine:
                     known.tensor.grad = None  # no element
                 for index in mine:
@@ -393,6 +380,7 @@ class GradientReducer:
         """Drop all gradients, and the errors of their messages. All ranks call if a pass is open."""
         self.backward.flush()
         self.backward.passes.drop()
+        self._empty_slices()  # of a pass that has raised before its end
         for gradients in self.slices:
             gradients.average = gradients.coming = None
             gradients.drop_errors()
@@ -407,11 +395,11 @@ class GradientReducer:
     def finish(self, partition: Partition, groups: Sequence[dict[str, Any]]) -> float:
         """Send the rest, and agree on the squared norm of the average times ``factor``. All ranks call."""
         self.backward.flush()
-        if self._square is None or self._norm_of_pass != self.passes:
+        if self._square is None or not self._is_measured:
             square = self._agree(partition, groups)
             if self._square is None:
                 self.factor /= self._loss_scale.value
-            self._square, self._norm_of_pass = square, self.passes
+            self._square, self._is_measured = square, True
         return self._square * self.factor**2
 
     def clip(self, norm: float, max_norm: float) -> None:
@@ -435,7 +423,7 @@ class GradientReducer:
     def was_set(self, number: int) -> None:
         """Note that a user has set a parameter's average, so that the norm is another one."""
         self.present[number] = True
-        self._norm_of_pass = -1
+        self._is_measured = False
 
     def give_to(self, bucket: UpdateBucket) -> None:
         """Give the parts of a bucket their gradients, unscaled and clipped; None if no rank had a gradient."""
@@ -477,10 +465,8 @@ class GradientReducer:
                 partition.add(groups, unfrozen)
                 self.check_layout()
             elif any_left > 0:
-                chosen = self.backward.order.chosen(left)
-                for index in chosen:
-                    self.send(index)
-                self._finish(chosen)
+                self.backward.send_chosen(left)
+                self._empty_slices()
             else:
                 break
         return _sum_over_model(partition.model_parallel, *squares)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_compressopt import GradientCompression, OnebitAdam, ZeroOptimizer, attach_ddp, compress_hook
 from hf_compressopt.collectives import exchange
-from hf_compressopt.collectives.exchange import Order
+from hf_compressopt.collectives.sender import Sender
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.support.harness import on_ranks, same_on_all_ranks
 
@@ -77,33 +77,60 @@ def test_several_senders_and_graphs_of_any_order(rank: int, world_size: int, see
     assert same_on_all_ranks(blocks.parameters()) and all(p.isfinite().all() for p in blocks.parameters())
 
 
+class Sending(Sender):
+    """A sender that notes what it sends."""
+
+    def __init__(self, *buckets: str) -> None:
+        super().__init__()
+        self.add_buckets(buckets)
+        self.sent: list[int] = []
+
+    def send(self, index: int) -> None:
+        self.sent.append(index)
+
+    def take_sent(self) -> list[int]:
+        sent, self.sent = self.sent, []
+        return sent
+
+
 def test_buckets_are_sent_in_order_and_the_rest_at_the_end() -> None:
-    order = Order([("a", "b"), ("b", "c"), ("d",)])
-    order.arrived("d")
-    order.arrived("c")
-    assert list(order.due()) == []  # the first bucket comes first
-    order.arrived("a")
-    order.arrived("a")  # once more
-    assert list(order.due()) == [] and order.awaits(0, "b")
-    order.arrived("b")
-    assert list(order.due()) == [0, 1, 2] and list(order.rest()) == []
-    order.begin()
-    order.arrived("unknown")
-    order.arrived("b")
-    assert list(order.due()) == [] and list(order.rest()) == [0, 1, 2]
-    assert order.chosen([True, False, True]) == [0, 2]
+    sender = Sending("ab", "bc", "d")
+    sender.begin_pass(None)
+    for member in "dca":
+        sender.arrived(member)
+    assert sender.take_sent() == []  # the first bucket comes first
+    sender.arrived("a")  # once more
+    assert sender.take_sent() == [] and sender.awaits(0, "b")
+    sender.arrived("b")
+    sender.send_rest()
+    assert sender.take_sent() == [0, 1, 2]
+    sender.await_anew()
+    sender.arrived("unknown")
+    sender.arrived("b")
+    sender.begin_pass(None)  # after what came first, as of an optimizer that does not send while backward runs
+    assert sender.take_sent() == [] and not sender.awaits(0, "b")
+    sender.send_rest()
+    assert sender.take_sent() == [0, 1, 2]
+    sender.begin_pass(None)  # the pass before was not finished
+    assert sender.awaits(0, "b")
+    sender.await_anew()
+    sender.send_rest()
+    assert sender.take_sent() == []  # outside a pass
+    sender.send_chosen([True, False, True])
+    assert sender.take_sent() == [0, 2]
 
 
 @on_ranks(2)
 def test_the_order_is_that_of_rank_0(rank: int, world_size: int) -> None:
-    order = Order([("a",), ("b",), ("c",)])
+    sender = Sending("a", "b", "c")
     for member in "ca" if rank == 0 else "bca":
-        order.arrived(member)
-    list(order.rest())
-    order.begin()
-    order.agree(TorchCommunicator())
-    order.add([("d",)])
-    assert list(order.rest()) == [2, 0, 1, 3]
+        sender.arrived(member)
+    sender.await_anew()
+    sender.agree_on_order(TorchCommunicator())
+    sender.add_buckets(["d"])
+    sender.begin_pass(None)
+    sender.send_rest()
+    assert sender.sent == [2, 0, 1, 3]
 
 
 class FakeSideStream:

@@ -108,7 +108,7 @@ def test_messages_leave_while_backward_runs_and_whole_gradients_never_exist(rank
     def look(_: Tensor) -> None:
         sent.append(sum(g.sent for g in reducer.slices))
         held = [p.grad for p in model.parameters()] + [t for g in reducer.slices for t in (g.buffer, g.average)]
-        alive.append(sum(t.numel() for t in held if t is not None) + reducer.pipeline.nbytes // 2 // FLOAT_BYTES)
+        alive.append(sum(t.numel() for t in held if t is not None) + reducer.backward.tasks.nbytes // 2 // FLOAT_BYTES)
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(look)  # after the optimizer's own
