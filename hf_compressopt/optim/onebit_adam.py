@@ -1,13 +1,14 @@
-"""1-bit Adam (Tang et al. 2021, arXiv 2102.02888).
+"""1-bit Adam (Tang et al. 2021, arXiv 2102.02888, Algorithm 1).
 
-With g_r the gradient of rank r, g their mean as ``warmup_bits`` sends it, and t the step:
+With g_r the gradient of rank r, g their mean as ``warmup_bits`` sends it, t the step; m, v and all errors begin at 0:
 
 Warmup stage, t <= freeze_step (AdamW, arXiv 1711.05101):
     m = b1 m + (1 - b1) g                                                                   (1)
     v = b2 v + (1 - b2) g^2                                                                 (2)
     p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps)                                           (3)
-At the end of step freeze_step, once: m <- m^, v <- v^; in each tensor v <- max(v, variance_floor mean(v)). Errors of
-low-bit gradients become errors of m_r, times 1 - b1 (``CompressedAdam._end_warmup``).
+At the end of step freeze_step, once: m <- m^, v <- v^; in each tensor v <- max(v, variance_floor mean(v)). What the
+4-bit messages of g had not sent yet goes on as the first errors of m_r, times 1 - b1. freeze_step is an option, or the
+step from which v is stable (section 4.3): ``CompressedAdam._ends_warmup_stage`` decides, ``_end_warmup`` freezes.
 Compressed stage, t > freeze_step:
     m_r = b1 m + (1 - b1) g_r                                                               (4)
     m = compressed_all_reduce(m_r), times exp_avg_mask if there is one                      (5)
@@ -15,8 +16,11 @@ Compressed stage, t > freeze_step:
 where bounded(d) cuts every element of d to +-max_update. Q is the sign of each element times one scale per block, and
     compressed_all_reduce(m_r):  u = m_r + worker_error;  worker_error <- u - Q(u);
     on the rank that serves a chunk:  s = mean_r Q(u) + server_error;  server_error <- s - Q(s);  all ranks get Q(s),
-which is :func:`~hf_compressopt.collectives.exchange.all_reduce`. Small tensors are averaged in full precision, beside
-these messages: :func:`~hf_compressopt.kernels.messages.travels_beside_signs`.
+which is :func:`~hf_compressopt.collectives.exchange.all_reduce`.
+
+Beyond the paper are: weight decay, gradients in 4 bits in the warmup stage, the corrected moments m^ and v^, the floor
+and the bound, a scale per block where the paper has one for all of m, and full precision for small tensors, beside
+these messages (:func:`~hf_compressopt.kernels.messages.travels_beside_signs`).
 """
 
 from __future__ import annotations
@@ -96,11 +100,14 @@ class OnebitAdam(CompressedAdam):
 
     def _compressed(self, step: BucketStep) -> Exchange:
         beta1, _ = step.options["betas"]
-        # (4), a message of beta1 times m and 1 - beta1 times g_r; (5), its mean over the ranks, times the mask
-        m = yield step.message(step.momentum, beta1, 1 - beta1)
-        to_store = step.store_momentum(m)
+        # (4): the sum of beta1 m and (1 - beta1) g_r, which the kernel that compresses it computes
+        m_r = step.message(step.momentum, beta1, 1 - beta1)
+        # (5): whoever runs this generator sends m_r, and returns the mean of all ranks, times the mask
+        m = yield m_r
+        to_store = step.store_momentum(m)  # memory for the values of m; None where its messages are the momentum
+        # (6): with lr, decay, eps and bound of _begin_group
         with step.parameters() as params:
-            step.kernels.apply_adam_(AdamUpdate(m, to_store, step.variance, params, step.shared))  # (6)
+            step.kernels.apply_adam_(AdamUpdate(m, to_store, step.variance, params, step.shared))
 
     # -- zero_stage=2: gradients that leave during backward ------------------------------------------------------------
 
