@@ -73,7 +73,7 @@ class GradScaler(torch.amp.GradScaler):
             found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             return found
         scale = 1.0 / float(inv_scale)
-        if inner.freed is not None:
+        if inner.sharded_overlap is not None:
             self._told = WeakSet([inner, *(self._told or ())])
         inner.note_loss_scale(scale)
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

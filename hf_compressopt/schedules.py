@@ -222,6 +222,63 @@ class ZeroOneSchedule(Schedule):
         return ", ".join([super().describe(max_steps, given), *scaled])
 
 
+#: Names of options that are others' names of ours.
+_OLD_NAMES = {"var_freeze_step": "freeze_step"}
+
+
+class RunSchedule:
+    """The schedule of one run: as it was given or resumed, and fitted to the run's length where it was left open."""
+
+    def __init__(self, schedule: Schedule, given: Collection[str], *, low_bit: bool) -> None:
+        self.schedule = schedule
+        self.steps: int | None = None  # the run's length, if it is known
+        self.choice = ""  # how the length has decided, in words
+        self._unfitted = schedule  # as it is while nobody has told the length
+        self._given = set(given)  # the options that keep their values
+        self._low_bit = low_bit  # the warmup stage sends gradients in a few bits
+
+    def freeze_at(self, step: int | str) -> None:
+        """Set the end of the warmup stage."""
+        self.schedule = self.schedule.frozen_at(step)
+
+    def scale(self, steps: int, given: Collection[str], *, next_step: int, window: int) -> str:
+        """Fit the schedule to a run of so many steps, whatever is known. Returns a description of the choice.
+
+        Raises a RuntimeError if ``next_step`` is after the warmup stage.
+        """
+        given = {_OLD_NAMES.get(name, name) for name in given}
+        if self.schedule.plan(next_step).stage.number and not self.schedule.is_given(given):
+            raise RuntimeError(f"the schedule can be chosen in the warmup stage only, this is step {next_step}")
+        self.schedule = self.schedule.fitted(steps, given, low_bit=self._low_bit, window=window)
+        return self.schedule.describe(steps, given)
+
+    def defer(self, given: Collection[str]) -> None:
+        """Leave the schedule open until :meth:`fit`, but for the options named in ``given``."""
+        self._given = {_OLD_NAMES.get(name, name) for name in given}
+        self.steps = None
+
+    def fit(self, steps: int, *, next_step: int, window: int) -> str:
+        """Fit what is open to a run of so many steps. Returns a description of the choice; "" if nothing changed."""
+        self.steps = steps
+        before = self.schedule
+        self.choice = self.scale(steps, self._given, next_step=next_step, window=window)
+        if self.schedule.is_given(self._given) and self.schedule == before:
+            self.choice = ""
+        return self.choice
+
+    def forget_length(self) -> None:
+        """Take back what :meth:`fit` was told."""
+        self.schedule = self._unfitted
+        self.steps = None
+        self.choice = ""
+
+    def resume(self, saved: Schedule, *, next_step: int) -> None:
+        """Take over the schedule of a saved state; one that is still open is fitted to this run already."""
+        is_open = self.steps is not None and not saved.plan(next_step).stage.number
+        if not (is_open and saved.freeze_step == self.schedule.freeze_step):
+            self.schedule = saved
+
+
 @dataclass(frozen=True)
 class Warmup:
     """The warmup of the learning rate, as the rates so far tell: it lasts until the highest of them.

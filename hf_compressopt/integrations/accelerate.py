@@ -227,9 +227,9 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         inner = innermost(optimizer)
         if owns_gradients(inner):
             self._take_over_gradients(inner)
-        elif frees_gradients(inner) and self.num_processes > 1 and inner.freed is not None:
+        elif frees_gradients(inner) and self.num_processes > 1 and inner.sharded_overlap is not None:
             state.models.check_not_averaging(inner)
-            inner.freed.follow_loss_scale(self._loss_scale)
+            inner.sharded_overlap.follow_loss_scale(self._loss_scale)
         if saves_shards(inner) and self.scaler is not None and not isinstance(self.scaler, GradScaler):
             self.scaler.__class__ = GradScaler
         prepared = super().prepare_optimizer(optimizer, device_placement)

@@ -182,7 +182,7 @@ class RankAgreement:
         chosen = None if parameters is None else list(parameters)
         ids = {id(param) for param in chosen or ()}
         whole = chosen is None or all(id(param) in ids for state in self.states for param in state.params)
-        if gradients.freed is not None and not whole:
+        if gradients.sent is not None and not whole:
             raise ValueError(
                 f"clip all parameters of the optimizer together with zero_stage=2, got {len(ids)} of them: the norm of "
                 "gradients that have left is known for all together only"
@@ -286,7 +286,7 @@ class RankAgreement:
         agreed = Agreed(gradients, together, squares[-1] if part is gradients else squares[0])
         if mean is not None and together:
             coming.common, coming.usual = mean.common, math.sqrt(mean.mean_square)
-            if gradients.freed is not None and gradients.freed.is_exact:
+            if gradients.sent is not None and gradients.sent.is_exact:
                 coming.usual = math.nan  # the ranks' own norms are not measured
         elif mean is not None and coming.at_sync is None:
             coming.at_sync = mean
@@ -347,11 +347,11 @@ class RankAgreement:
         in_message = together and self.are_local(plan)
         if self.clip != "sketch" or self.communicator.world_size == 1 or not (in_message or plan.is_local_sync):
             return None
-        if gradients.freed is not None and not gradients.freed.is_measured:
+        if gradients.sent is not None and not gradients.sent.is_measured:
             return None
         mean = MeanNorm(part, self.communicator, plan.step, averaged=plan.reduce_grads)
-        if gradients.freed is not None:
-            gradients.freed.contribute(mean)
+        if gradients.sent is not None:
+            gradients.sent.contribute(mean)
         if gradients.fault is None:
             part.note_squares(mean.squares)
         return mean

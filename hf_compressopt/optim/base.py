@@ -36,14 +36,13 @@ from hf_compressopt.optim.group import ExtraState, GroupForm, GroupState, ParamG
 from hf_compressopt.optim.math import evaluate
 from hf_compressopt.optim.overlap import LATE_CLIP, OverlapSender
 from hf_compressopt.optim.sharded import ShardedOverlap
-from hf_compressopt.optim.state import STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
+from hf_compressopt.optim.state import STATE_KEY, Progress, load_full, load_with_hooks, make_stub, own_state, switched
 from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
-from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan, Warmup
+from hf_compressopt.schedules import AUTO, RunSchedule, Schedule, Stage, StepPlan, Warmup
 from hf_compressopt.weak import WeakCall
 
 logger = logging.getLogger(__name__)
 
-_OLD_NAMES = {"var_freeze_step": "freeze_step"}
 #: How many times fewer bytes gradients in 4 bits take than in full precision.
 FOUR_BITS_RATIO = 4096 * FLOAT_BYTES / IntegerFormat(4).nbytes(4096)
 
@@ -124,19 +123,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
     #: What is sent after the switch, and what clipping reports then, for the log.
     _after_the_switch = ("the momentum", "sqrt(mean of the ranks' squared norms), up to sqrt(world size) larger")
 
-    schedule: Schedule
     lr_warmup: Warmup = Warmup()
-    #: The gradients that are sent and released during backward, with ``zero_stage=2``.
-    freed: ShardedOverlap | None = None
     #: What sends messages of the compressed stage during backward; None if they leave in the step.
-    overlap: OverlapSender | None
+    overlap: OverlapSender | None = None
     step_was_skipped: bool = False
     skipped_steps: int = 0
-    _replaced_before: bool = False  # others had written parameters before the state that was loaded last was saved
     rounds: int = 0
-    _open: set[str] | None = None  # of a schedule that is to be fitted, the options that keep their values
-    _fitted_to: int | None = None
-    _fit = ""  # how the schedule was chosen, in words
+    _written_before_load: bool = False  # others had written parameters when the state that was loaded last was saved
     _bytes_compared = False
     _options_compared = False
 
@@ -164,13 +157,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
         comm_backend_name: str | None = None,
         cuda_aware: bool = False,
     ) -> None:
-        chosen = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step, **self._intervals}
-        given = {name: value for name, value in chosen.items() if value is not None}
-        schedule = self.schedule_class(freeze_step=freeze_step, **given)
+        bounds = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step, **self._intervals}
+        explicit = {name: value for name, value in bounds.items() if value is not None}
+        schedule = self.schedule_class(freeze_step=freeze_step, **explicit)
         if total_steps is not None:
             options.check_count("total_steps", total_steps)
-        # an end of the warmup stage that is given stays; what else the run's length decides is open
-        self._open = set(given) if freeze_step == AUTO else {"freeze_step", *given}
         options.check_at_least("max_grad_norm", max_grad_norm, 0)
         options.check_scale_block(scale_block)
         if clip not in self._clips:
@@ -181,8 +172,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._check_options()
         communicator = options.resolve_communicator(communicator, comm_backend_name, cuda_aware)
         check_warmup_bits(warmup_bits, communicator)
-        self.max_grad_norm, self.schedule = max_grad_norm, schedule
-        self._unfitted = schedule  # as it is while nobody has told the run's length
+        self.max_grad_norm = max_grad_norm
+        # an end of the warmup stage that is given stays; what else the run's length decides is open
+        kept = list(explicit) if freeze_step == AUTO else ["freeze_step", *explicit]
+        self._run = RunSchedule(schedule, kept, low_bit=warmup_bits < 32)
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay, **self._group_options}
         defaults |= {"non_freeze": False}
         self.traffic = Traffic()
@@ -386,7 +379,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         for step in run:
             average = None if self.overlap is None else self.overlap.take_average(step.state, step.bucket)
             if average is not None:
-                step.grads = None  # its message needs no gradient any more
+                step.drop_gradients()  # its message needs none any more
             exchange = self._compressed(step)
             message = next(exchange)
             if average is None:
@@ -507,6 +500,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
             return None
         return OverlapSender(groups, self._tensors, WeakCall(self._message_of))
 
+    @property
+    def sharded_overlap(self) -> ShardedOverlap | None:
+        """The sender of gradients that are released during backward, with ``zero_stage=2``."""
+        return self.overlap if isinstance(self.overlap, ShardedOverlap) else None
+
     # -- a gradient scaler ---------------------------------------------------------------------------------------------
 
     def expect_loss_scale(self, scale: float) -> None:
@@ -555,29 +553,30 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return self.plan_at(max(self._step, 1))
 
     @property
+    def schedule(self) -> Schedule:
+        """The schedule in force, which the run's length, or freeze_step="auto", may still change."""
+        return self._run.schedule
+
+    @property
     def freeze_step(self) -> int | str:
         return self.schedule.freeze_step
 
     @freeze_step.setter
     def freeze_step(self, step: int | str) -> None:
-        self.schedule = self.schedule.frozen_at(step)
+        self._run.freeze_at(step)
 
     def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
         """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
 
         Returns a description of the choice, for the log. Raises a RuntimeError after the warmup stage.
         """
-        given = {_OLD_NAMES.get(name, name) for name in given}
-        if self.plan.stage.number and not self.schedule.is_given(given):
-            raise RuntimeError(f"the schedule can be chosen in the warmup stage only, this is step {self._step + 1}")
-        window = round(1 / (1 - self.param_groups[0]["betas"][1]))
-        self.schedule = self.schedule.fitted(max_steps, given, low_bit=self.warmup_bits < 32, window=window)
+        choice = self._run.scale(max_steps, list(given), next_step=self._step + 1, window=self._memory_of_variance)
         self._schedule_replaced()
-        return self.schedule.describe(max_steps, given)
+        return choice
 
     def defer_schedule(self, given: Iterable[str]) -> None:
         """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``."""
-        self._open, self._fitted_to = {_OLD_NAMES.get(name, name) for name in given}, None
+        self._run.defer(list(given))
 
     def fit_schedule(self, max_steps: int) -> str:
         """Fit an open schedule to a run of ``max_steps`` steps; one that was given, or resumed, stays as it is.
@@ -588,21 +587,25 @@ class CompressedOptimizer(torch.optim.Optimizer):
         Returns:
             A description of the choice, for the log; "" if nothing has changed.
         """
-        if self.plan.stage.number or self._fitted_to == max_steps:
+        if self.plan.stage.number or self._run.steps == max_steps:
             return ""
-        self._fitted_to, found = max_steps, ""
-        if self._open is not None:
-            before = self.schedule
-            found = self.scale_schedule(max_steps, self._open)
-            if self.schedule.is_given(self._open) and self.schedule == before:
-                found = ""
-        self._fit = found
-        freeze_step = self.schedule.freeze_step
+        choice = self._run.fit(max_steps, next_step=self._step + 1, window=self._memory_of_variance)
+        self._schedule_replaced()
+        freeze_step = self.freeze_step
         if isinstance(freeze_step, int) and freeze_step > max_steps:
             message = "freeze_step=%d is beyond the end of the run, which has %d steps: all of them belong to the "
             message += "%s stage. Give a smaller freeze_step, or 'auto'"
             self._log(logging.WARNING, message, freeze_step, max_steps, self.plan.stage.value)
-        return found
+        return choice
+
+    def forget_length(self) -> None:
+        """Take back the run's length that :meth:`fit_schedule` was told, if the warmup stage still lasts."""
+        if self._run.steps is not None and not self.plan.stage.number:
+            self._run.forget_length()
+            self._schedule_replaced()
+
+    def _schedule_replaced(self) -> None:
+        """Allocate what the schedule needs."""
 
     def _describe_start(self) -> str:
         """Say how the schedule was chosen, and with which step the next stage begins; warn of what may surprise."""
@@ -619,7 +622,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 dtype,
                 share,
             )
-        steps, last = self._fitted_to, self.schedule.last_warmup_step
+        steps, last = self._run.steps, self.schedule.last_warmup_step
         if steps is None and self._step == 0 and self.freeze_step == AUTO:
             self._log(
                 logging.WARNING,
@@ -630,29 +633,18 @@ class CompressedOptimizer(torch.optim.Optimizer):
             )
         latest = "" if isinstance(self.freeze_step, int) else " at the latest"
         begins = "" if steps is not None and last >= steps else f"compressed from step {last + 1}{latest}"
-        return "; ".join(filter(None, [self._fit, begins]))
+        return "; ".join(filter(None, [self._run.choice, begins]))
 
-    def forget_length(self) -> None:
-        """Take back the run's length that :meth:`fit_schedule` was told, if the warmup stage still lasts."""
-        if self._open is not None and self._fitted_to is not None and not self.plan.stage.number:
-            self.schedule, self._fitted_to, self._fit = self._unfitted, None, ""
-            self._schedule_replaced()
-
-    def _take_schedule(self, saved: Schedule) -> None:
-        """Take over the schedule of a state whose step was taken over; one that is still open is fitted to this run."""
-        is_open = self._open is not None and self._fitted_to is not None and not saved.plan(self._step + 1).stage.number
-        if not (is_open and saved.freeze_step == self.schedule.freeze_step):
-            self.schedule = saved
-        self._schedule_replaced()
-
-    def _schedule_replaced(self) -> None:
-        """Make room for what the schedule needs."""
+    @property
+    def _memory_of_variance(self) -> int:
+        """The steps that the variance remembers."""
+        _, beta2 = self.param_groups[0]["betas"]
+        return round(1 / (1 - float(beta2)))
 
     def _follow_lr_warmup(self, step: int) -> bool:
         """Take up the learning rate of a step, and return whether its warmup is over, and long enough ago."""
-        group = self.param_groups[0]
-        self.lr_warmup = self.lr_warmup.after(step, float(group["lr"]))
-        return self.lr_warmup.is_over(step, round(1 / (1 - group["betas"][1])))
+        self.lr_warmup = self.lr_warmup.after(step, float(self.param_groups[0]["lr"]))
+        return self.lr_warmup.is_over(step, self._memory_of_variance)
 
     def _ends_warmup_stage(self, plan: StepPlan) -> bool:
         """Return whether the step of the warmup stage that was taken by this plan is the last one."""
@@ -666,16 +658,16 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _end_at(self, step: int, why: str) -> None:
         """Take a step as the end of the warmup stage, which freeze_step="auto" has found."""
-        self.schedule = self.schedule.frozen_at(step)
+        self._run.freeze_at(step)
         self._log(logging.INFO, "freeze_step=auto: found %d (%s)", step, why)
 
     def tensors_of_all_groups(self) -> dict[str, Tensor]:
         """Return the tensors that belong to no group, by name, as they are saved."""
-        self._settle()
+        self._fetch_norms()
         return self._tensors
 
-    def _settle(self) -> None:
-        """Write what the host has not waited for into the state."""
+    def _fetch_norms(self) -> None:
+        """Write the norms that the host has not waited for into the state."""
 
     def _log(self, level: int, message: str, *args: object) -> None:
         """Log a line on rank 0."""
@@ -700,8 +692,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 f"a group added in the {self.plan.stage.value} stage has no variance to divide by: add it before, or "
                 "with non_freeze=True, which keeps it in full precision"
             )
-        own = param_group.pop("process_group", None)  # the dict itself stays: schedulers may hold it
-        if own is not None and isinstance(self._chosen["name"], Communicator):
+        process_group = param_group.pop("process_group", None)  # the dict itself stays: schedulers may hold it
+        if process_group is not None and isinstance(self._chosen["name"], Communicator):
             raise ValueError("a param group with a process_group of its own needs a communicator that is given by name")
         with options.without_state_moved(self.param_groups, self.trainable_parameters, param_group):
             super().add_param_group(param_group)
@@ -709,11 +701,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         take_over(group["params"], type(self).__name__)
         device = group["params"][0].device if group["params"] else self.communicator.device
-        ranks = self.communicator
-        if own is not None:  # param groups with the same process group share a communicator
-            known = (s.communicator for s in self._states if s.device == device)
-            same = next((found for found in known if found.process_group is own), None)
-            ranks = same or make_communicator(process_group=own, device=device, **self._chosen)
+        ranks, own_rank = self.communicator, None
+        if process_group is not None:  # param groups with the same process group share a communicator
+            own_rank = self.communicator.rank
+            known = (state.communicator for state in self._states if state.device == device)
+            same = next((each for each in known if each.process_group is process_group), None)
+            ranks = same or make_communicator(process_group=process_group, device=device, **self._chosen)
         form = GroupForm(
             self.bucket_numel,
             self.scale_block,
@@ -722,7 +715,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             has_variance=self.has_variance,
             extra_state=self.extra_state,
         )
-        state = GroupState(len(self._states), group, form, ranks, None if own is None else self.communicator.rank)
+        state = GroupState(len(self._states), group, form, ranks, own_rank)
         self._states.append(state)
         self._show_moments(state)
         # ranks that have taken steps meet at the next small message: only one of them may have called this
@@ -800,7 +793,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _before_load(self) -> None:
         """Put everything where a checkpoint is read to."""
-        self._settle()
+        self._fetch_norms()
 
     def state_in_shards(self) -> AbstractContextManager[None]:
         """Inside, ``state_dict()`` is a small stub and ``load_state_dict()`` does nothing: the state is in shards."""
@@ -830,8 +823,21 @@ class CompressedOptimizer(torch.optim.Optimizer):
         Raises a ValueError if it does not fit; nothing has changed then.
         """
         self._follow_parameters()
-        self._settle()
+        self._fetch_norms()
         load_with_hooks(self, state_dict, partial(load_full, self), in_shards=self._in_shards)
+
+    def _resume(self, progress: Progress, schedule: Schedule) -> None:
+        """Take over how far the run of a loaded state had come, and its schedule."""
+        self._step = progress.step
+        self._run.resume(schedule, next_step=progress.step + 1)
+        self._schedule_replaced()
+        self.lr_warmup = progress.lr_warmup
+        self.rounds = progress.rounds
+        self.skipped_steps = progress.skipped_steps
+        self.step_was_skipped = False
+        self.traffic.restore(progress.bytes_sent)
+        self.warmup_gradients.resume(ever_in_use=progress.gradients_travelled)
+        self._written_before_load = progress.parameters_written
 
     def _state_loaded(self) -> None:
         """Update everything that is derived from the state. In the warmup stage every parameter moves."""
@@ -862,21 +868,21 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return self._metrics(self.traffic.mean_bytes())
 
     def _metrics(self, sent: float) -> dict[str, float]:
-        states, traffic, noise = self._states, self.traffic, self._agreement.noise.scale
-        full = sum(all_reduce_bytes(state.params, state.communicator.world_size) for state in states)
-        node_size = max((s.communicator.topology.node_size for s in states), default=1)  # all ranks of the node send
-        in_full = self.last_plan.reduce_grads and not self.warmup_gradients.in_use
-        return {
-            "stage": self.last_plan.stage.number,
-            **traffic.metrics(full, sent, node_size),
-            **({"compression_ratio": 1.0} if in_full else {}),
-            "seconds_all_to_all": traffic.seconds["all_to_all"],
-            "seconds_all_gather": traffic.seconds["all_gather"],
-            "step": float(self._step),
-            "skipped_steps": float(self.skipped_steps),
-            "rounds": float(self.rounds),
-            **({} if noise is None else {"gradient_noise_scale": noise}),
-        }
+        full = sum(all_reduce_bytes(state.params, state.communicator.world_size) for state in self._states)
+        # all ranks of the node send
+        node_size = max((state.communicator.topology.node_size for state in self._states), default=1)
+        numbers = {"stage": self.last_plan.stage.number, **self.traffic.metrics(full, sent, node_size)}
+        if self.last_plan.reduce_grads and not self.warmup_gradients.in_use:
+            numbers["compression_ratio"] = 1.0
+        for name in ("all_to_all", "all_gather"):
+            numbers[f"seconds_{name}"] = self.traffic.seconds[name]
+        numbers["step"] = float(self._step)
+        numbers["skipped_steps"] = float(self.skipped_steps)
+        numbers["rounds"] = float(self.rounds)
+        noise = self._agreement.noise.scale
+        if noise is not None:
+            numbers["gradient_noise_scale"] = noise
+        return numbers
 
     def _compare_bytes(self, plan: StepPlan) -> None:
         """Warn, once, if a step of the last stage sends more than gradients in 4 bits would."""
@@ -886,7 +892,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         numbers = self._metrics(self.traffic.mean_bytes(peek=True))
         numel = sum(state.layout.numel for state in self._states)
         wide = sum(param.nbytes for state in self._states for param in state.params) / max(1, FLOAT_BYTES * numel)
-        sent, ratio, in_four_bits = numbers["bytes_sent_step"], numbers["compression_ratio"], wide * FOUR_BITS_RATIO
+        sent, ratio = numbers["bytes_sent_step"], numbers["compression_ratio"]
+        in_four_bits = wide * FOUR_BITS_RATIO
         if sent > 0 and ratio < in_four_bits:
             message = (
                 "a step sends %.0f bytes, DDP only %.1f times as many, and gradients in 4 bits %.1f times fewer than "

@@ -46,6 +46,10 @@ class BucketStep:
     def kernels(self) -> Any:
         return kernels.on(self.state.device)
 
+    def drop_gradients(self) -> None:
+        """Let go of the gradients of a bucket whose message has left."""
+        self.grads = None
+
     # -- what is sent -------------------------------------------------------------------------------------------------
 
     def message(

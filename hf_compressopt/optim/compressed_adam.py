@@ -94,14 +94,14 @@ class CompressedAdam(CompressedOptimizer):
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def _take_step_of_shards(self, states: Sequence[GroupState], gradients: Grads) -> None:
-        take_sharded_step(states, gradients, self.freed, bits=self.warmup_bits, fused=self._fused_warmup)
+        take_sharded_step(states, gradients, self.sharded_overlap, bits=self.warmup_bits, fused=self._fused_warmup)
 
     def _make_overlap(self, groups: ParamGroups) -> OverlapSender | None:
-        if self.zero_stage == 2:
-            sends = groups, self._tensors, WeakCall(self._message_of)
-            clips = self.max_grad_norm > 0
-            self.freed = ShardedOverlap(*sends, WeakCall(self._begin_step), bits=self.warmup_bits, clips=clips)
-        return self.freed or super()._make_overlap(groups)
+        if self.zero_stage != 2:
+            return super()._make_overlap(groups)
+        message_of, begin_step = WeakCall(self._message_of), WeakCall(self._begin_step)
+        clips = self.max_grad_norm > 0
+        return ShardedOverlap(groups, self._tensors, message_of, begin_step, bits=self.warmup_bits, clips=clips)
 
     # -- the end of the warmup stage -----------------------------------------------------------------------------------
 
@@ -110,8 +110,8 @@ class CompressedAdam(CompressedOptimizer):
         return state.steps.tolist(), state.steps.tolist()
 
     def _clip_of_errors(self) -> float:
-        if self.freed is not None:
-            return self.freed.clipped
+        if self.sharded_overlap is not None:
+            return self.sharded_overlap.clipped
         return super()._clip_of_errors() if self.zero_stage == 0 else 1.0  # else they are clipped before they are sent
 
     def _freeze(self) -> None:
@@ -171,35 +171,31 @@ class CompressedAdam(CompressedOptimizer):
         is_first = step < len(history)  # there is no earlier one to compare it with
 
         def norm() -> float:
-            found = mean_variance_norm(self._states, self._bias_counts, self.communicator)
+            now = mean_variance_norm(self._states, self._bias_counts, self.communicator)
             if not is_first:
-                return float(found)
-            self._norms.append((step, found))
+                return float(now)
+            self._norms.append((step, now))
             return 0.0
 
         if not is_first:
-            self._settle()
+            self._fetch_norms()
         return variance_stability(history, step, self.schedule.last_warmup_step, lr, norm)
 
-    def _settle(self) -> None:
-        """Write the norms that the host has not waited for into the history."""
+    def _fetch_norms(self) -> None:
         if self._norms:
-            history, steps = (
-                self._tensors[HISTORY],
-                [step % (len(self._tensors[HISTORY]) - 1) for step, _ in self._norms],
-            )
-            for place, norm in zip(steps, torch.stack([norm for _, norm in self._norms]).tolist(), strict=True):
-                history[place] = norm
+            history = self._tensors[HISTORY]
+            norms = torch.stack([norm for _, norm in self._norms]).tolist()
+            for (step, _), norm in zip(self._norms, norms, strict=True):
+                history[step % (len(history) - 1)] = norm
             self._norms = []
 
     def _schedule_replaced(self) -> None:
         """Allocate the norms that "auto" compares, unless the end of the warmup stage is known; keep those of late."""
         if self.schedule.freeze_step == AUTO:
-            memory = round(1 / (1 - self.param_groups[0]["betas"][1]))
-            size = min(memory, self.schedule.last_warmup_step) + 1
+            size = min(self._memory_of_variance, self.schedule.last_warmup_step) + 1
             before = self._tensors.get(HISTORY)
             if before is None or before.numel() != size:
-                self._settle()
+                self._fetch_norms()
                 history = torch.zeros(size, dtype=torch.float64, device="cpu")
                 if before is not None:
                     carry_history(before, history, self._step)

@@ -114,11 +114,12 @@ class MeanNorm:
         groups += by_communicator(state for state in states if state.communicator is not everyone)
         for communicator, together in groups:
             rows: Rows = []
-            for state in together if gradients.fault is None else ():
-                grads = gradients.groups[state.number]
-                rows += [(param.numel(), grad) for param, grad in zip(state.params, grads, strict=True)]
-            for param in gradients.others if communicator is everyone and gradients.fault is None else ():
-                rows.append((param.numel(), None if param.grad is None else param.grad.to(device, torch.float32)))
+            if gradients.fault is None:
+                for state in together:
+                    grads = gradients.groups[state.number]
+                    rows += [(param.numel(), grad) for param, grad in zip(state.params, grads, strict=True)]
+                if communicator is everyone:
+                    rows += gradients.rows_of_others(device)
             share = 1 / communicator.world_size
             if share == 1 or (averaged and communicator is everyone):
                 square = sum_of_squares([grad for _, grad in rows if grad is not None], device)
@@ -135,31 +136,31 @@ class MeanNorm:
 
     def contributions(self) -> tuple[list[Tensor], Tensor | None]:
         """Return four numbers of this rank and its sketch, whose sums over all ranks :meth:`square` takes."""
-        zero = torch.zeros_like(self.averaged)
-        own, local, divided = zero, zero, zero
+        of_own_groups = local = divided = torch.zeros_like(self.averaged)
         shared: Tensor | None = None
         for communicator, whole, square, size in self.sketches:
             y = whole if size == whole.numel() else whole.view(-1, size).sum(dim=0)
             share = 1 / communicator.world_size
-            local, divided = local + square * share, divided + square * share**2
+            local = local + square * share
+            divided = divided + square * share**2
             if communicator is self.everyone:
                 shared = y
             else:
                 communicator.all_reduce(y).wait()
-                own = own + y.double().div(communicator.world_size).square().sum() * share
-        return [self.averaged, own, local, divided], shared
+                of_own_groups = of_own_groups + y.double().div(communicator.world_size).square().sum() * share
+        return [self.averaged, of_own_groups, local, divided], shared
 
     def square(self, sums: Sequence[float]) -> float:
         """Return the squared norm of the mean gradient, alike on all ranks."""
-        averaged, own, local, divided, *squares = sums
-        mean = own + sum(squares)
+        averaged, of_own_groups, local, divided, *squares = sums
+        mean = of_own_groups + sum(squares)
         self.common = (mean - divided) / (local - divided) if local != divided else math.nan
         self.mean_square = averaged + local
         return averaged + mean
 
 
-class FreedNorm(Protocol):
-    """The norm of gradients that were sent and freed during backward, of which a step has means or sketches."""
+class SentGradients(Protocol):
+    """Gradients that were sent and freed during backward, of which a step has means or sketches."""
 
     @property
     def is_exact(self) -> bool: ...  # whether the norm of the mean gradient is known from means
@@ -184,7 +185,7 @@ class Gradients:
     communicator: Communicator
     others: Sequence[Tensor] = ()  # parameters without state, which belong to all ranks
     left: frozenset[int] = frozenset()  # ids of gradients that are in messages already: they are not clipped
-    freed: FreedNorm | None = None  # sent and freed gradients, beside those of the groups
+    sent: SentGradients | None = None  # and freed during backward, beside those of the groups
     squares: dict[float, Tensor] | None = None  # see local_squares()
     _marks: list[_Mark] = field(default_factory=list)  # what they were when they were collected, or clipped
 
@@ -209,8 +210,8 @@ class Gradients:
                 "has no state for it. Make it trainable first, wrap the model in DistributedDataParallel after that, "
                 "and call add_param_group({'params': [parameter]}), which moves it out of its old group"
             )
-        for state, mine in zip(states, groups, strict=True):
-            fault = fault or find_fault(state.params, mine, state.labels)
+        for state, grads_of_group in zip(states, groups, strict=True):
+            fault = fault or find_fault(state.params, grads_of_group, state.labels)
         gradients = cls(states, groups, fault, communicator)
         if given is None:
             gradients.mark()
@@ -246,6 +247,11 @@ class Gradients:
         others = [p for p in params if id(p) not in known]
         return replace(self, groups=groups, others=others, squares=None)
 
+    def rows_of_others(self, device: torch.device) -> Rows:
+        """Return the elements and gradients of parameters without state, as float32 on a device."""
+        grads = ((param, param.grad) for param in self.others)
+        return [(p.numel(), None if grad is None else grad.to(device, torch.float32)) for p, grad in grads]
+
     def local_squares(self) -> dict[float, Tensor]:
         """Return the sums of squares of this rank's gradients, [] float64, by their group's share. Computed once."""
         if self.squares is None:
@@ -258,8 +264,9 @@ class Gradients:
                 by_share.setdefault(1 / self.communicator.world_size, []).extend(others)
             device = self.communicator.device
             self.squares = {share: sum_of_squares(grads, device) for share, grads in by_share.items()}
-            for share, square in {} if self.freed is None else self.freed.squares().items():
-                self.squares[share] = self.squares.get(share, 0) + square
+            if self.sent is not None:
+                for share, square in self.sent.squares().items():
+                    self.squares[share] = self.squares.get(share, 0) + square
         return self.squares
 
     def is_usable(self) -> bool:
@@ -269,8 +276,9 @@ class Gradients:
     def weighted_square(self, weight: Callable[[float], float]) -> Tensor:
         """Return the sum of this rank's squares, [] float64, weighted by a function of their group's share."""
         square = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
-        for share, local in self.local_squares().items() if self.fault is None else ():
-            square = square + local * weight(share)
+        if self.fault is None:
+            for share, local in self.local_squares().items():
+                square = square + local * weight(share)
         return square
 
     def scale_(self, factor: float | Tensor, *, in_place: bool) -> None:
@@ -281,8 +289,8 @@ class Gradients:
         else:
             scaled = {id(grad): _times(grad, factor) for grad in chosen}
             self.groups = [[scaled.get(id(grad), grad) for grad in grads] for grads in self.groups]
-        if self.freed is not None:
-            self.freed.scale_(float(factor))
+        if self.sent is not None:
+            self.sent.scale_(float(factor))
         if self.left:
             self.squares = None
         else:
@@ -307,9 +315,9 @@ class Gradients:
         """Note what is wrong with this rank's gradients, if nothing else is."""
         self.fault = self.fault or fault
 
-    def take_freed(self, freed: FreedNorm, numbers: Iterable[int], fault: Exception | None) -> None:
+    def take_sent(self, sent: SentGradients, numbers: Iterable[int], fault: Exception | None) -> None:
         """Take sent and freed gradients for those of some param groups, by number, and what was wrong with them."""
-        self.freed = freed
+        self.sent = sent
         self.note_fault(fault)
         for number in numbers:
             self.groups[number] = [None] * len(self.states[number].params)

@@ -206,6 +206,21 @@ class GroupState:
         of_elements = dict.fromkeys((*moments, *self.beside_moments("element")), shape)
         return {**dict.fromkeys(self.beside_moments("parameter"), ()), **of_elements}
 
+    def put_parameters_aside(self) -> None:
+        """Keep this rank's parameters while others stand in their place."""
+        self.own_params = [param.detach().clone() for param in self.params]
+
+    def forget_own_parameters(self) -> None:
+        """Let go of the parameters that were put aside: those in place are this rank's from now on."""
+        self.own_params = None
+
+    def put_parameters_back(self) -> None:
+        """Put this rank's parameters in place again, if they were put aside."""
+        if self.own_params is not None:
+            for param, value in zip(self.params, self.own_params, strict=True):
+                param.copy_(value)
+        self.own_params = None
+
     def count_step(self, present: Sequence[bool] | None = None) -> None:
         """Count a step of the parameters that are ``present``, by default of all."""
         self.steps += 1 if present is None else torch.tensor(present, dtype=torch.float32, device="cpu")

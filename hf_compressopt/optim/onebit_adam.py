@@ -113,15 +113,15 @@ class OnebitAdam(CompressedAdam):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if self.freed is not None:
-            self.freed.attach()
+        if self.sharded_overlap is not None:
+            self.sharded_overlap.attach()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients in ``p.grad`` inside; the next backward pass outside sends them with its own.
 
         With ``zero_stage=2`` all passes but the last one of a step must run inside. Otherwise it does nothing.
         """
-        return nullcontext() if self.freed is None else self.freed.no_sync()
+        return nullcontext() if self.sharded_overlap is None else self.sharded_overlap.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients as torch does, and those that have left since the last step (``zero_stage=2``).
@@ -129,5 +129,5 @@ class OnebitAdam(CompressedAdam):
         All ranks call.
         """
         super().zero_grad(set_to_none)
-        if self.freed is not None:
-            self.freed.drop()
+        if self.sharded_overlap is not None:
+            self.sharded_overlap.drop()

@@ -562,7 +562,7 @@ class ShardedOverlap(OverlapSender):
 
     def put_into(self, gradients: Gradients) -> None:
         if self._was_sent:
-            gradients.take_freed(self, [state.number for state in self.states], self._sent.fault)
+            gradients.take_sent(self, [state.number for state in self.states], self._sent.fault)
         for state in self.states if self._was_sent else ():
             late = [name for p, name in zip(state.params, state.names, strict=True) if p.grad is not None]
             if late or self._sent.is_late:

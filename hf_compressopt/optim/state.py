@@ -119,11 +119,23 @@ _LENGTHS = {
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come: what the header of a state says beside options."""
+
+    step: int
+    lr_warmup: Warmup
+    rounds: int
+    skipped_steps: int
+    bytes_sent: int
+    gradients_travelled: bool  # averaged gradients have travelled as ``warmup_bits`` say
+    parameters_written: bool  # others had written parameters since the last sync of 0/1 Adam
+
+
 class Stateful(HasGroups, Protocol):
     """A compressed optimizer, as what describes and loads its state sees it."""
 
     communicator: Communicator
-    schedule: Schedule
     lr_warmup: Warmup
     traffic: Traffic
     warmup_gradients: WarmupGradients
@@ -131,17 +143,17 @@ class Stateful(HasGroups, Protocol):
     scale_block: int | None
     rounds: int
     skipped_steps: int
-    step_was_skipped: bool
     _step: int
     _states: list[GroupState]
     _tensors: dict[str, Tensor]
-    _replaced_before: bool
 
+    @property
+    def schedule(self) -> Schedule: ...
     @property
     def last_plan(self) -> StepPlan: ...
     def tensors_of_all_groups(self) -> dict[str, Tensor]: ...
     def _parameters_were_replaced(self) -> bool: ...
-    def _take_schedule(self, saved: Schedule) -> None: ...
+    def _resume(self, progress: Progress, schedule: Schedule) -> None: ...
     def _state_loaded(self) -> None: ...
 
 
@@ -212,19 +224,20 @@ def load_header(optimizer: Stateful, header: dict[str, Any]) -> None:
         for state in optimizer._states:
             state.errors.server.zero_()
     before = optimizer.schedule.options()
-    optimizer._step = header["step"]
-    optimizer._take_schedule(type(optimizer.schedule).of(header["schedule"]))
+    progress = Progress(
+        step=header["step"],
+        lr_warmup=_lr_warmup_of(optimizer, header),
+        rounds=header["rounds"],
+        skipped_steps=header["skipped_steps"],
+        bytes_sent=header["bytes_sent"],
+        gradients_travelled=bool(header.get(TRAVELLED)),
+        parameters_written=bool(header.get(WRITTEN)),
+    )
+    optimizer._resume(progress, type(optimizer.schedule).of(header["schedule"]))
     replaced = optimizer.schedule.options() != before and AUTO not in before.values()
     if replaced and optimizer.communicator.rank == 0:
         message = "the schedule of the loaded state, %s, replaces %s"
         write_log(logger, logging.WARNING, message, header["schedule"], before)
-    optimizer.lr_warmup = _lr_warmup_of(optimizer, header)
-    optimizer.skipped_steps = header["skipped_steps"]
-    optimizer.rounds = header["rounds"]
-    optimizer.traffic.restore(header["bytes_sent"])
-    optimizer.warmup_gradients.ever_in_use = bool(header.get(TRAVELLED))
-    optimizer.step_was_skipped = False
-    optimizer._replaced_before = bool(header.get(WRITTEN))
 
 
 def _lr_warmup_of(optimizer: Stateful, header: dict[str, Any]) -> Warmup:

@@ -200,6 +200,10 @@ class WarmupGradients:
         """Watch no gradient any more, until gradients are averaged again."""
         self._handed_out.stop_watching()
 
+    def resume(self, *, ever_in_use: bool) -> None:
+        """Go on in a run whose gradients have travelled as ``bits`` say, or have not yet."""
+        self.ever_in_use = ever_in_use
+
     def state_loaded(self) -> None:
         """Drop what is on its way to a step."""
         self.commit(taken=False)

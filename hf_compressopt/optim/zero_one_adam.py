@@ -96,7 +96,7 @@ class LocalInterval:
         self._versions = {}
         self._alike = False
         for state in self.states:
-            state.own_params = None
+            state.forget_own_parameters()
 
     def look(self) -> None:
         """Compare the parameters with the expected ones. No host synchronisation."""
@@ -160,7 +160,7 @@ class LocalInterval:
         self.look()
         with torch.no_grad():
             for state in self._compressed:
-                state.own_params = [param.detach().clone() for param in state.params]
+                state.put_parameters_aside()
                 fill(state)
         self.expect()
         try:
@@ -177,10 +177,10 @@ class LocalInterval:
         self.look()
         replaced = self._written is not None and bool(self._written)
         for state in self.states:
-            for param, own in zip(state.params, state.own_params or (), strict=False):
-                if not replaced:
-                    param.copy_(own)
-            state.own_params = None
+            if replaced:
+                state.forget_own_parameters()
+            else:
+                state.put_parameters_back()
         self._written = self._written if replaced else before
         self.expect()
 
@@ -291,7 +291,6 @@ class ZeroOneAdam(CompressedAdam):
         ExtraState("decay", "group", 1.0),
     )
     compact = True
-    schedule: ZeroOneSchedule
     schedule_class = ZeroOneSchedule
     own_tensors: ClassVar[Mapping[Stage, Sequence[str]]] = {Stage.LOCAL_STEP: ("exp_avg", "local_update", "param")}
     _after_the_switch = ("the sum of each rank's updates", "each rank's own")
@@ -487,7 +486,7 @@ class ZeroOneAdam(CompressedAdam):
 
     def _state_loaded(self) -> None:
         super()._state_loaded()
-        self._interval.state_loaded(written=self._replaced_before)
+        self._interval.state_loaded(written=self._written_before_load)
 
     def _parameters_were_replaced(self) -> bool:
         return self.last_plan.stage is Stage.LOCAL_STEP and self._interval.was_written()

@@ -265,7 +265,7 @@ def test_unusual_groups(rank: int, world_size: int, stage: int) -> None:
         mixed.step()
         nothing.zero_grad()
         mixed.zero_grad()
-    assert stage == 1 or not replaced.freed.holds_gradients()  # type: ignore[union-attr]
+    assert stage == 1 or not replaced.sharded_overlap.holds_gradients()  # type: ignore[union-attr]
     assert all(torch.allclose(p, p.new_full((), 1 - 4e-3), atol=1e-5) for p in others)
     assert all(state.moments.shards is None for state in (*nothing._states, *mixed._states))
     copied_params, copied = copy.deepcopy((others, mixed))

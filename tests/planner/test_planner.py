@@ -346,7 +346,7 @@ def bytes_of_freed(bucket_cap_mb: float) -> list[int]:
     optimizer = OnebitAdam([param], zero_stage=2, bucket_cap_mb=bucket_cap_mb, freeze_step=1)
     for step in range(3):
         param.sum().backward()
-        left, early = optimizer.freed._sent, optimizer.overlap._arrived
+        left, early = optimizer.overlap._sent, optimizer.overlap._arrived
         new = [state.errors.pending for state in optimizer._states]
         pending = [each.worker for each in new if each is not None]
         pending += [each.server for each in new if each is not None and early]
