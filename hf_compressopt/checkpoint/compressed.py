@@ -103,8 +103,8 @@ class FlatState(State):
     def _describe(
         self, names: Names, stage: Stage, groups: Sequence[GroupTensors], tensors: Mapping[str, Tensor]
     ) -> list[StateTensor]:
-        own = self._optimizer.own_tensors.get(stage, ())
-        return list(describe(groups, names, own, tensors, self.communicator.rank))
+        own_kinds = self._optimizer.own_tensors.get(stage, ())
+        return list(describe(groups, names, own_kinds, tensors, self.communicator.rank))
 
     # -- loading ------------------------------------------------------------------------------------------------------
 

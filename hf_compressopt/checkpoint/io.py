@@ -185,10 +185,10 @@ def load_state(
     if beside is None:
         load(parts, Path(directory))
         return
-    own, ranks = _prefix_beside(prefix), beside.communicator
-    saved = any(ranks.all_gather_object(has_checkpoint(directory, prefix=own)))
+    prefix_beside, ranks = _prefix_beside(prefix), beside.communicator
+    saved = any(ranks.all_gather_object(has_checkpoint(directory, prefix=prefix_beside)))
     if saved:
-        parts.append(Part(checkpointable(beside), _innermost(beside), None, own))
+        parts.append(Part(checkpointable(beside), _innermost(beside), None, prefix_beside))
     load(parts, Path(directory))
     if not saved:
         beside.errors.zero_()

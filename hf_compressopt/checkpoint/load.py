@@ -177,15 +177,15 @@ def _agreed_index(communicator: Communicator, path: Path) -> tuple[CheckpointInd
     saves = communicator.all_gather_object(index.save_id)
     if len(set(saves)) == 1:
         return index, path
-    found = {index.save_id: (index, path)}
+    at_hand = {index.save_id: (index, path)}
     aside = path.with_suffix(".tmp")
     with suppress(CheckpointError):
         index = CheckpointIndex.read(aside)
-        found[index.save_id] = (index, aside)
-    everywhere = set.intersection(*map(set, communicator.all_gather_object(list(found))))
+        at_hand[index.save_id] = (index, aside)
+    everywhere = set.intersection(*map(set, communicator.all_gather_object(list(at_hand))))
     for save in saves:
         if save in everywhere:
-            return found[save]
+            return at_hand[save]
     hosts = communicator.all_gather_object(gethostname())
     told = [
         f"rank {rank} on {host} has save {save}" for rank, (host, save) in enumerate(zip(hosts, saves, strict=True))
@@ -223,25 +223,26 @@ def _check_model(state: State, index: CheckpointIndex, names: Names) -> None:
     saved_ranks = index.header["world_size"]
     if saved_ranks != len(index.shards):
         raise ValueError(f"it was saved by {saved_ranks!r} rank(s) and has {len(index.shards)} shard(s)")
-    mine, by_place = state.described(names), index.header.get(BY_PLACE)
-    counts = [list(map(len, groups)) for groups in (index.parameters, mine)]
+    present, by_place = state.described(names), index.header.get(BY_PLACE)
+    counts = [list(map(len, groups)) for groups in (index.parameters, present)]
     if len(counts[0]) != len(counts[1]) if by_place else counts[0] != counts[1]:
         raise ValueError(
             f"it is of another model: its param groups have {counts[0]} trainable parameters, this optimizer's "
             f"{counts[1]}"
         )
-    for saved, ours in zip(index.parameters, mine, strict=True):
+    for saved, ours in zip(index.parameters, present, strict=True):
         if by_place:  # others have no saved state, and start from zero
             shapes = {parameter["name"]: parameter["shape"] for parameter in ours}
             for name, shape in ((parameter["name"], parameter["shape"]) for parameter in saved):
-                if (own := shapes.get(name, "is not trainable, or not there")) != shape:
+                if (here := shapes.get(name, "is not trainable, or not there")) != shape:
                     raise ValueError(
-                        f"it is of another model: its parameter {name} has shape {shape}, this optimizer's {own}"
+                        f"it is of another model: its parameter {name} has shape {shape}, this optimizer's {here}"
                     )
-        for theirs, own in zip(saved, ours, strict=True) if not by_place else ():
-            if theirs != own:
+            continue
+        for theirs, here in zip(saved, ours, strict=True):
+            if theirs != here:
                 raise ValueError(
-                    f"it is of another model: it has the parameter {theirs} in the place of this optimizer's {own}"
+                    f"it is of another model: it has the parameter {theirs} in the place of this optimizer's {here}"
                 )
 
 
@@ -255,7 +256,9 @@ class Stored:
     entries: Entries
 
     def __init__(self, index: CheckpointIndex, files: ShardFiles) -> None:
-        self.index, self.header, self.entries = index, Header.of(index.header), index.tensors
+        self.index = index
+        self.header = Header.of(index.header)
+        self.entries = index.tensors
         self._files, self._ranks = files, len(index.shards)
         self._recent: tuple[int, int, Tensor] | None = None  # the part of a momentum that was decoded last
         self.places: dict[str, tuple[int, int, int]] = {}  # of parameters: group, place and first element in it
@@ -294,17 +297,17 @@ class Stored:
         in_bytes = tensor.is_error and tensor.dtype == "float32" and entry is not None and entry.dtype == "uint8"
         return self._error_parts(tensor) if in_bytes else None
 
-    def _error_parts(self, wanted: StateTensor) -> Iterator[Tensor]:
+    def _error_parts(self, tensor: StateTensor) -> Iterator[Tensor]:
         """Yield the elements of an error in order, [n] float32 each: the mean of all ranks' if each has its own."""
-        (numel,), keys = wanted.shape, [wanted.key]
-        if wanted.of_each_rank:
-            keys = [wanted.key.of_rank(rank) for rank in range(self._ranks)]
+        (numel,), keys = tensor.shape, [tensor.key]
+        if tensor.of_each_rank:
+            keys = [tensor.key.of_rank(rank) for rank in range(self._ranks)]
         for bucket, count, byte, whole in self._buckets(
-            numel, wanted.start, wanted.stop, partial(CompactErrors.nbytes, world_size=self._ranks)
+            numel, tensor.start, tensor.stop, partial(CompactErrors.nbytes, world_size=self._ranks)
         ):
             for rank, nbytes in enumerate(ERROR_FORMAT.chunk_nbytes(count, self._ranks)):
                 first, last = (bucket + place for place in chunk_range(count, self._ranks, rank))
-                low, high = max(first, wanted.start), min(last, wanted.stop)
+                low, high = max(first, tensor.start), min(last, tensor.stop)
                 if low < high:
                     total = torch.zeros(high - low, dtype=torch.float64, device="cpu")
                     for key in keys:
@@ -313,16 +316,16 @@ class Stored:
                     yield total.div_(len(keys)).float()
                 byte += nbytes
 
-    def _variance_parts(self, wanted: StateTensor) -> Iterator[Tensor]:
+    def _variance_parts(self, tensor: StateTensor) -> Iterator[Tensor]:
         """Yield the elements of a second moment that lies in codes, in order, [n] float32 each."""
-        group, place, _ = self.places[wanted.key.owner]
+        group, place, _ = self.places[tensor.key.owner]
         described = (len(self.index.parameters[group]),), place, place + 1
         top = torch.cat([*self._parts(StateTensor(TensorKey(Kind.TOP, group=group), "int32", *described))])
         check_tops(top)
-        for part in self._parts(replace(wanted, key=TensorKey(Kind.CODE, wanted.key.owner), dtype="uint8")):
+        for part in self._parts(replace(tensor, key=TensorKey(Kind.CODE, tensor.key.owner), dtype="uint8")):
             yield decode_variance(part, top)
 
-    def _momentum_parts(self, wanted: StateTensor) -> Iterator[Tensor]:
+    def _momentum_parts(self, tensor: StateTensor) -> Iterator[Tensor]:
         """Yield the elements of a first moment that lies in messages, in order, [n] float32 each."""
         scale_block: int | None = self.index.header["scale_block"]
         check_scale_block(scale_block)
@@ -331,8 +334,8 @@ class Stored:
         def nbytes_of(count: int) -> int:
             return ranks * form.chunk_nbytes(count, ranks)[0]
 
-        group, _, start = self.places[wanted.key.owner]
-        low, high = start + wanted.start, start + wanted.stop
+        group, _, start = self.places[tensor.key.owner]
+        low, high = start + tensor.start, start + tensor.stop
         numel = self._layout_of(group).in_messages.numel
         for first, count, byte, whole in self._buckets(numel, low, high, nbytes_of):
             if self._recent is None or self._recent[:2] != (group, first):
@@ -354,18 +357,19 @@ class Stored:
         check_count("bucket_numel", size)
         size = min(size, numel)
         whole = numel // size * nbytes_of(size) + nbytes_of(numel % size) if size else 0
-        for first in range(start // size * size, stop, size) if start < stop else ():
-            yield first, min(size, numel - first), first // size * nbytes_of(size), whole
+        if start < stop:
+            for first in range(start // size * size, stop, size):
+                yield first, min(size, numel - first), first // size * nbytes_of(size), whole
 
     def _bytes(self, key: TensorKey, whole: int, start: int, stop: int) -> Tensor:
-        found = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
-        self._fill(found, plan_reads(self.index, StateTensor(key, "uint8", (whole,), start, stop), self._ranks))
-        return found
+        values = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        self._fill(values, plan_reads(self.index, StateTensor(key, "uint8", (whole,), start, stop), self._ranks))
+        return values
 
-    def _parts(self, wanted: StateTensor) -> Iterator[Tensor]:
+    def _parts(self, tensor: StateTensor) -> Iterator[Tensor]:
         """Read a tensor, of which all ranks read the same, as it was saved; the mean if each rank has its own."""
-        plan = plan_reads(self.index, wanted, 0 if wanted.of_each_rank else self._ranks)
-        return self._parts_of(plan, getattr(torch, wanted.dtype))
+        plan = plan_reads(self.index, tensor, 0 if tensor.of_each_rank else self._ranks)
+        return self._parts_of(plan, getattr(torch, tensor.dtype))
 
     def _fill(self, values: Tensor | None, plan: Plan) -> None:
         """Read what a plan says into ``values`` [numel], on any device, or only verify it."""
@@ -445,8 +449,8 @@ class AdamView(Stored):
         self.entries = {name: TensorEntry(e.dtype, e.shape, ()) for name, e in self._by_name.items()}
         fresh = {"stage": 0, "world_size": len(index.shards), "loss_scale": values.get("loss_scale", [1.0, 0])}
         kept = {name: values[name] for name in ("step", "skipped_steps", "bytes_sent")}
-        own = {"class": f"ZeroOptimizer({optimizer})", "param_groups": self.param_groups}
-        self.header = Header.of({**own, **fresh, **kept})
+        as_adamw = {"class": f"ZeroOptimizer({optimizer})", "param_groups": self.param_groups}
+        self.header = Header.of({**as_adamw, **fresh, **kept})
 
     def _decoded(self, tensor: StateTensor) -> Iterator[Tensor] | None:
         """All ranks read the same."""
@@ -467,10 +471,10 @@ class AdamView(Stored):
         for part in self._moment_parts(replace(entry.stored, start=start, stop=stop)):
             yield part if factor == 1 else part.mul_(factor)
 
-    def _moment_parts(self, wanted: StateTensor) -> Iterator[Tensor]:
-        if str(wanted.key) in self.index.tensors:
-            return self._parts(wanted)
-        return (self._variance_parts if wanted.key.kind == "exp_avg_sq" else self._momentum_parts)(wanted)
+    def _moment_parts(self, tensor: StateTensor) -> Iterator[Tensor]:
+        if str(tensor.key) in self.index.tensors:
+            return self._parts(tensor)
+        return (self._variance_parts if tensor.key.kind == "exp_avg_sq" else self._momentum_parts)(tensor)
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
@@ -478,21 +482,21 @@ class AdamView(Stored):
         for group, parameters in enumerate(self.index.parameters):
             for parameter in parameters:
                 name, shape = parameter["name"], tuple(parameter["shape"])
-                found = []
+                kinds: list[str] = []
                 for kind, name_of_adamw in _ELEMENTWISE.items():
                     stored = self._stored(kind, name, group, shape)
-                    if stored is not None and (name_of_adamw or kind) not in found:
-                        found.append(name_of_adamw or kind)
-                        yield Entry(TensorKey(found[-1], name), stored.dtype, shape, stored)
-                if set(found) - {MASTER}:
+                    if stored is not None and (name_of_adamw or kind) not in kinds:
+                        kinds.append(name_of_adamw or kind)
+                        yield Entry(TensorKey(kinds[-1], name), stored.dtype, shape, stored)
+                if set(kinds) - {MASTER}:
                     yield Entry(TensorKey(Kind.STEP, name, per=Per.SCALAR), "float32", ())
 
     def _stored(self, kind: str, name: str, group: int, shape: tuple[int, ...]) -> StateTensor | None:
-        own = self._is_own(kind, name)
-        key = TensorKey(kind, name, rank=0 if own else None)
+        of_each_rank = self._is_own(kind, name)
+        key = TensorKey(kind, name, rank=0 if of_each_rank else None)
         compact = {"exp_avg": TensorKey(Kind.MESSAGE, group=group), "exp_avg_sq": TensorKey(Kind.CODE, name)}.get(kind)
         if (entry := self.index.tensors.get(str(key))) is not None:
-            return StateTensor(key, entry.dtype, shape, 0, prod(shape), of_each_rank=own)
+            return StateTensor(key, entry.dtype, shape, 0, prod(shape), of_each_rank=of_each_rank)
         in_compact_form = compact is not None and str(compact) in self.index.tensors
         return StateTensor(TensorKey(kind, name), "float32", shape, 0, prod(shape)) if in_compact_form else None
 
@@ -500,8 +504,8 @@ class AdamView(Stored):
         """Return whether each rank has such a tensor of its own; parameters may be called "w" and "rank0/w"."""
         if not self.saved.compressed or str(TensorKey(kind, name, rank=0)) not in self.index.tensors:
             return False
-        found = re.fullmatch(r"rank\d+/(.*)", name, re.DOTALL)
-        of_another = found is not None and found[1] in self.places and self._is_own(kind, found[1])
+        match = re.fullmatch(r"rank\d+/(.*)", name, re.DOTALL)
+        of_another = match is not None and match[1] in self.places and self._is_own(kind, match[1])
         return of_another or str(TensorKey(kind, name)) not in self.index.tensors
 
     def _check_complete(self) -> None:
@@ -524,7 +528,7 @@ class AdamView(Stored):
                     raise ValueError(f"it has no {missing[0]} of {name!r}, so it is not a state of Adam")
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        found = {
+        values = {
             "lr": group["lr"],
             "betas": tuple(group["betas"]),
             "eps": group["eps"],
@@ -533,7 +537,9 @@ class AdamView(Stored):
             "maximize": bool(group.get("maximize", False)),
             "decoupled_weight_decay": bool(is_decoupled(group, self.saved.optimizer)),
         }
-        return {**found, **({"initial_lr": group["initial_lr"]} if "initial_lr" in group else {})}
+        if "initial_lr" in group:
+            values["initial_lr"] = group["initial_lr"]
+        return values
 
     def _find_notes(self) -> Iterator[str]:
         if any(entry.stored is not None and entry.stored.of_each_rank for entry in self.found.values()):
@@ -568,9 +574,10 @@ class AdamView(Stored):
         for beta, count, kinds in zip(
             group["betas"], (step, updates), (("exp_avg",), ("exp_avg_sq", "max_exp_avg_sq")), strict=True
         ):
-            wanted, own = 1 - beta**step, 1 - beta**count if applied else 1.0
-            if wanted != own and wanted > 0 and own > 0:
-                factors.update(dict.fromkeys(kinds, wanted / own))
+            of_adamw = 1 - beta**step
+            of_run = 1 - beta**count if applied else 1.0
+            if of_adamw != of_run and of_adamw > 0 and of_run > 0:
+                factors.update(dict.fromkeys(kinds, of_adamw / of_run))
         return {**factors, Kind.STEP: step}
 
     def _switched(self, group: dict[str, Any]) -> bool:
@@ -610,11 +617,11 @@ def source_of(index: CheckpointIndex, files: ShardFiles, optimizer: str, groups:
     if optimizer not in known or (saved not in known and not to_compressed):
         return stored  # an AdamView refuses what keeps no moments
     view = AdamView(index, files, "AdamW" if to_compressed else optimizer)
-    for number, (found, group) in enumerate(zip(view.param_groups, groups, strict=False)):
-        if found["weight_decay"] != 0 and found["decoupled_weight_decay"] != is_decoupled(group, optimizer):
+    for number, (saved_group, group) in enumerate(zip(view.param_groups, groups, strict=False)):
+        decay, decoupled = saved_group["weight_decay"], saved_group["decoupled_weight_decay"]
+        if decay != 0 and decoupled != is_decoupled(group, optimizer):
             raise ValueError(
-                f"the weight decay of param group {number}, {found['weight_decay']}, is "
-                f"{'decoupled' if found['decoupled_weight_decay'] else 'L2 regularization'} in the checkpoint, and not "
-                f"in {optimizer}"
+                f"the weight decay of param group {number}, {decay}, is "
+                f"{'decoupled' if decoupled else 'L2 regularization'} in the checkpoint, and not in {optimizer}"
             )
     return view

@@ -37,9 +37,10 @@ def _groups_to_load(
     saved = header.param_groups(len(groups))
     for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
         check_plain(group, values, number)
-        for name in names[number] if values.get("amsgrad") else ():
-            if f"exp_avg_sq/{name}" in entries and f"max_exp_avg_sq/{name}" not in entries:
-                raise ValueError(f"amsgrad of param group {number} is True, and there is no max_exp_avg_sq/{name}")
+        if values.get("amsgrad"):
+            for name in names[number]:
+                if f"exp_avg_sq/{name}" in entries and f"max_exp_avg_sq/{name}" not in entries:
+                    raise ValueError(f"amsgrad of param group {number} is True, and there is no max_exp_avg_sq/{name}")
     return [group_from_plain(values) for values in saved]
 
 
@@ -66,10 +67,10 @@ def _value_of_parameter(kind: str, name: str, value: Any, *, replicated: bool = 
 
 def _memory_for(live: Any, shape: Sequence[int], dtype: str) -> Tensor:
     """Return memory for a tensor of a checkpoint: the state's own if it is such a tensor, else new memory."""
-    wanted: torch.dtype = getattr(torch, dtype)
-    if isinstance(live, Tensor) and live.shape == tuple(shape) and live.dtype == wanted and live.is_contiguous():
+    saved_dtype: torch.dtype = getattr(torch, dtype)
+    if isinstance(live, Tensor) and live.shape == tuple(shape) and live.dtype == saved_dtype and live.is_contiguous():
         return live
-    return torch.empty(tuple(shape), dtype=wanted, device="cpu")
+    return torch.empty(tuple(shape), dtype=saved_dtype, device="cpu")
 
 
 def _misfit(key: TensorKey, entry: TensorEntry, param: Tensor) -> ValueError:
@@ -105,8 +106,8 @@ class PlainState(State):
             rows = [(param, name) for param, name in zip(group["params"], called, strict=True) if param.requires_grad]
             names.append([name for _, name in rows])
             trainable.append([param for param, _ in rows])
-        own = communicator or make_communicator(None, None, device=device, traffic=Traffic())
-        super().__init__(own, names, trainable)
+        ranks = communicator or make_communicator(None, None, device=device, traffic=Traffic())
+        super().__init__(ranks, names, trainable)
 
     def _called(self, names: Names) -> Iterator[tuple[Tensor, str]]:
         return zip(chain.from_iterable(self.params), chain.from_iterable(names), strict=True)
@@ -173,10 +174,10 @@ class PlainState(State):
             if kind != MASTER:
                 row = state.setdefault(numbers[param], {})
                 row[kind] = value.item() if tensor.key.per is Per.NUMBER else value
-        for mine, saved in zip(packed["param_groups"], groups, strict=True):
+        for group, saved in zip(packed["param_groups"], groups, strict=True):
             for name, value in saved.items():
-                if name in mine and name not in FUNCTIONAL:
-                    mine[name] = torch.full_like(mine[name], value) if isinstance(mine[name], Tensor) else value
+                if name in group and name not in FUNCTIONAL:
+                    group[name] = torch.full_like(group[name], value) if isinstance(group[name], Tensor) else value
         self._optimizer.load_state_dict({**packed, "state": state})
 
 
@@ -189,7 +190,8 @@ class _Decoded:
     dtype = torch.float32
 
     def __init__(self, errors: CompactErrors, place: int, numel: int) -> None:
-        self.shape, self._errors, self._place = (numel,), errors, place
+        self.shape = (numel,)
+        self._errors, self._place = errors, place
 
     def numel(self) -> int:
         return self.shape[0]
@@ -212,7 +214,7 @@ def _errors_of_slice(
     for number, rows in gradients.error_places.items():
         flat = partition.known[number].communicator.levels is None  # as in groups of only some ranks
         key = TensorKey(Kind.WORKER, called[number], rank=everyone.rank if flat else everyone.topology.node)
-        own: dict[str, Any] = {"of_each_rank": True, "node_size": everyone.topology.node_size, "is_error": True}
+        of_sender: dict[str, Any] = {"of_each_rank": True, "node_size": everyone.topology.node_size, "is_error": True}
         runs: list[tuple[int, int, int]] = []  # first element, place and number of what is in one piece in both
         for begin, span in rows:
             start, place, numel = runs[-1] if runs else (0, 0, -1)
@@ -221,7 +223,7 @@ def _errors_of_slice(
             else:
                 runs.append((span.start, begin, span.numel))
         for start, place, numel in runs:
-            yield StateTensor.of(key, local(place, numel), tuple(partition.tensors[number].shape), start, **own)
+            yield StateTensor.of(key, local(place, numel), tuple(partition.tensors[number].shape), start, **of_sender)
 
 
 # -- inside a ZeroOptimizer -------------------------------------------------------------------------------------------
@@ -251,7 +253,8 @@ class PartitionedState(State):
         tensors = list(error_tensors(optimizer.partition, called))
         singles: dict[TensorKey, str] = {}
         for part, row in rows_of(optimizer):
-            state, shape, name = row.pop("state"), part.real.shape, called[part.param]
+            state = row.pop("state")
+            shape, name = part.real.shape, called[part.param]
             _check_keys(state, optimizer.optimizer_class.__name__)
             whole = {key: state[key] for key in element_state(state, part)} | row
             for kind, value in whole.items():
@@ -288,16 +291,19 @@ class PartitionedState(State):
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def plan_load(self, names: Names, header: Header, entries: Entries) -> LoadPlan:
-        optimizer, partition, called = self._optimizer, self._optimizer.partition, self._qualified(names)
+        optimizer, partition = self._optimizer, self._optimizer.partition
+        called = self._qualified(names)
         partition.require_replicas("load_state()")
         check_header(optimizer, header.values)
-        own = [number for number, group in enumerate(optimizer.param_groups) if group.get("process_group") is not None]
-        check_ranks(header.values["world_size"], self.communicator.world_size, own)
+        groups_of = enumerate(optimizer.param_groups)
+        with_ranks = [number for number, group in groups_of if group.get("process_group") is not None]
+        check_ranks(header.values["world_size"], self.communicator.world_size, with_ranks)
         groups = _groups_to_load(optimizer.param_groups, header, names, entries)
         rows: list[Row] = [(part, {"state": {}}) for part in partition.parts()]
         staged = list(self._staged(rows, called, header, entries))
-        wanted = [tensor for _, tensor in staged]
-        ranks, loaded = range(int(header.values["world_size"])), list[tuple[SliceGradients, CompactErrors, Tensor]]()
+        tensors = [tensor for _, tensor in staged]
+        ranks = range(int(header.values["world_size"]))
+        loaded: list[tuple[SliceGradients, CompactErrors, Tensor]] = []
         for gradients in partition.reducer.slices:
             if gradients.errors is None:
                 continue
@@ -305,7 +311,7 @@ class PartitionedState(State):
             loaded.append((gradients, gradients.errors, values))
             for error in _errors_of_slice(partition, called, gradients, partial(values.narrow, 0)):
                 if any(str(error.key.of_rank(rank)) in entries for rank in ranks):  # others become zero
-                    wanted.append(error)
+                    tensors.append(error)
 
         def commit() -> None:
             for gradients, before, values in loaded:
@@ -323,7 +329,7 @@ class PartitionedState(State):
             load_header(optimizer, header.values)
             self._synchronize(rows, {TensorKey.parse(name).kind for name in entries})
 
-        return wanted, commit
+        return tensors, commit
 
     def _staged(
         self, rows: Sequence[Row], called: Sequence[str], header: Header, entries: Entries
@@ -335,14 +341,20 @@ class PartitionedState(State):
             keys, master = of_parameter.get(name, []), TensorKey(MASTER, name)
             if part.tensor.dtype != param.dtype and master not in keys and header.values.get("stage") != 0:
                 keys = [*keys, master]  # its absence is an error; an ordinary optimizer has none to save
-            for key in keys if part.is_ahead else [key for key in keys if key.kind != REPLICA]:
+            for key in keys:
+                if key.kind == REPLICA and not part.is_ahead:
+                    continue
                 entry = entries.get(str(key)) or TensorEntry(dtype_name(part.tensor), tuple(param.shape), ())
-                shape, start, live = entry.shape, 0, None
+                shape, start = entry.shape, 0
+                live = None
                 if key.per is Per.ELEMENT:
-                    fits, shape, start = shape == tuple(param.shape), (part.span.numel,), part.span.start
+                    fits = shape == tuple(param.shape)
+                    shape, start = (part.span.numel,), part.span.start
                     live = part.tensor if key.kind == MASTER else part.state.get(key.kind)
+                elif key.per is Per.NUMBER:
+                    fits = shape == ()
                 else:
-                    fits = shape == () if key.per is Per.NUMBER else prod(shape) == 1
+                    fits = prod(shape) == 1
                 if not fits:
                     raise _misfit(key, entry, param)
                 yield row, StateTensor.of(key, _memory_for(live, shape, entry.dtype), entry.shape, start)

@@ -54,13 +54,13 @@ _SAFETENSORS, _TORCH = ".safetensors", (".pt", ".pth", ".bin")
 def find_index(directory: StrPath, prefix: str | None = None) -> Path | None:
     """Return the index of a folder's checkpoint, or None if there is none."""
     folder = Path(directory)
-    found = find_indices(folder, prefix)
-    by_default = [path for path in found if path.name.startswith(DEFAULT_PREFIX)]
-    found = by_default or found  # others beside it are of gradients, perhaps
-    if len(found) > 1:
-        prefixes = ", ".join(path.name.removesuffix(INDEX_NAME.format(prefix="")) for path in found)
+    indices = find_indices(folder, prefix)
+    by_default = [path for path in indices if path.name.startswith(DEFAULT_PREFIX)]
+    indices = by_default or indices  # others beside it are of gradients, perhaps
+    if len(indices) > 1:
+        prefixes = ", ".join(path.name.removesuffix(INDEX_NAME.format(prefix="")) for path in indices)
         raise ValueError(f"{folder} holds the checkpoints of several optimizers: give --prefix, one of {prefixes}")
-    return found[0] if found else None
+    return indices[0] if indices else None
 
 
 def consolidate(index_path: Path, out: StrPath, *, force: bool = False) -> list[str]:
@@ -253,15 +253,16 @@ def _optimizer(
 
 def _check_sizes(values: Iterable[Any]) -> None:
     """Check that tensors have memory of their own: with strides of 0 a small file could fill a disk."""
-    wanted: dict[int, int] = {}
+    nbytes_in: dict[int, int] = {}  # of the tensors in a storage, by its address
     for value in values:
         if isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 1:
-            room = value.untyped_storage()
-            nbytes = wanted[room.data_ptr()] = wanted.get(room.data_ptr(), 0) + value.nbytes
-            if nbytes > room.nbytes():
+            storage = value.untyped_storage()
+            nbytes = nbytes_in.get(storage.data_ptr(), 0) + value.nbytes
+            nbytes_in[storage.data_ptr()] = nbytes
+            if nbytes > storage.nbytes():
                 raise ValueError(
-                    f"its tensors share memory: {nbytes} bytes of them lie in a storage of {room.nbytes()} bytes; save "
-                    "clones of them"
+                    f"its tensors share memory: {nbytes} bytes of them lie in a storage of {storage.nbytes()} bytes; "
+                    "save clones of them"
                 )
 
 

@@ -88,11 +88,11 @@ def take_snapshot(state: State, folder: Path, names: Sequence[str] | None, prefi
             raise lost(begun(empty.shard_file(empty.rank)))
         return first, state.marks()
 
-    found = communicator.gather_together(describe, empty.remove)
-    peers, (snapshot,) = [first for first, _ in found], described
-    snapshot.header.update(dict.fromkeys((mark for _, marks in found for mark in marks), True))
-    mine = [rank for rank in ranks if peers[rank] == peers[empty.rank]]
-    return replace(snapshot, peers=peers, tensors=_assigned(snapshot.tensors, mine.index(empty.rank), len(mine)))
+    answers = communicator.gather_together(describe, empty.remove)
+    peers, (snapshot,) = [first for first, _ in answers], described
+    snapshot.header.update(dict.fromkeys((mark for _, marks in answers for mark in marks), True))
+    here = [rank for rank in ranks if peers[rank] == peers[empty.rank]]
+    return replace(snapshot, peers=peers, tensors=_assigned(snapshot.tensors, here.index(empty.rank), len(here)))
 
 
 class HostCopy:
@@ -140,23 +140,25 @@ def lost(file: Path) -> FileNotFoundError:
 def _assigned(tensors: Iterable[StateTensor], place: int, writers: int) -> list[StateTensor]:
     """The tensors that one writer of a folder writes: its own, and its share by size of those that all ranks hold."""
     load = [0] * writers
-    mine = []
+    assigned: list[StateTensor] = []
     for tensor in tensors:
         if tensor.replicated:
             writer = load.index(min(load))
             load[writer] += tensor.local.nbytes
         if not tensor.replicated or writer == place:
-            mine.append(tensor)
-    return mine
+            assigned.append(tensor)
+    return assigned
 
 
 def write_snapshot(snapshot: Snapshot, communicator: Communicator, *, quiet: bool = False) -> None:
     """Write shards, then the index; then remove the shards of earlier saves. All ranks call, and return together."""
-    leads, aside, held = snapshot.peers[snapshot.rank] == snapshot.rank, list[Path](), ExitStack()
+    leads = snapshot.peers[snapshot.rank] == snapshot.rank
+    aside: list[Path] = []
+    lock = ExitStack()
 
     def write_shard() -> dict[str, Any]:
         if leads:
-            held.enter_context(locked(snapshot.index_file))
+            lock.enter_context(locked(snapshot.index_file))
         return _write_shard(snapshot, quiet)
 
     def write_index() -> None:
@@ -176,7 +178,7 @@ def write_snapshot(snapshot: Snapshot, communicator: Communicator, *, quiet: boo
             with suppress(OSError):
                 file.unlink(missing_ok=True)
 
-    with held:
+    with lock:
         shards = communicator.gather_together(write_shard, snapshot.remove)
         # every folder has room for its index before any gets it; when one has it, the shards must stay
         communicator.run_together(write_index, remove)
@@ -212,11 +214,11 @@ def _write_shard(snapshot: Snapshot, quiet: bool) -> dict[str, Any]:
 
 def _make_index(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> CheckpointIndex:
     """Make the index of this rank's folder; of a piece that several ranks have written it names the copy there."""
-    found: dict[str, tuple[TensorEntry, dict[tuple[int, int], Piece]]] = {}
+    merged: dict[str, tuple[TensorEntry, dict[tuple[int, int], Piece]]] = {}
     for number in sorted(range(len(shards)), key=lambda n: snapshot.peers[n] != snapshot.peers[snapshot.rank]):
         for name, values in shards[number]["tensors"].items():
             entry = TensorEntry.read(values)
-            first, pieces = found.setdefault(name, (entry, {}))
+            first, pieces = merged.setdefault(name, (entry, {}))
             for piece in entry.pieces:
                 known = pieces.setdefault((piece.start, piece.stop), piece)
                 alike = (entry.dtype, piece.checksums) == (first.dtype, known.checksums)
@@ -230,7 +232,7 @@ def _make_index(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> Chec
         shards=[Shard(shard["file"], shard["bytes"]) for shard in shards],
         tensors={
             name: TensorEntry(entry.dtype, entry.shape, tuple(pieces[part] for part in sorted(pieces)))
-            for name, (entry, pieces) in found.items()
+            for name, (entry, pieces) in merged.items()
         },
     )
 
@@ -240,8 +242,8 @@ def _remove_older(snapshot: Snapshot, leads: bool) -> None:
     shard = re.compile(re.escape(snapshot.prefix) + r"-(?P<save>[0-9a-f]+)-(?P<rank>\d{5})-of-\d{5}\.(safetensors|tmp)")
     here = {rank for rank, first in enumerate(snapshot.peers) if first == snapshot.peers[snapshot.rank]}
     for file in snapshot.folder.iterdir():
-        if (found := shard.fullmatch(file.name)) and found["save"] != snapshot.save_id:
-            number = int(found["rank"])
+        if (match := shard.fullmatch(file.name)) and match["save"] != snapshot.save_id:
+            number = int(match["rank"])
             if number == snapshot.rank or (leads and number not in here):
                 with suppress(OSError):  # a file that is left does no harm
                     file.unlink(missing_ok=True)

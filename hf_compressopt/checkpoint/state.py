@@ -61,7 +61,8 @@ class State(ABC):
     """An optimizer's state as a checkpoint sees it. ``params`` lists no param group with its own process group."""
 
     def __init__(self, communicator: Communicator, names: Names, params: Sequence[Sequence[Tensor]]) -> None:
-        self.communicator, self.params, self._names = communicator, params, names
+        self.communicator = communicator
+        self.params, self._names = params, names
 
     def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
         """Return the names of the trainable parameters per param group: those given in their order, or their own."""
@@ -126,7 +127,8 @@ class LowBitState(State):
         node_size: int,
     ) -> None:
         super().__init__(communicator, [list(params)], [list(params.values())])
-        self._compression, self._errors, self._node_size = compression, errors, node_size
+        self._compression, self._errors = compression, errors
+        self._node_size = node_size
         self._title = type(compression).__name__
 
     def header(self) -> dict[str, Any]:
@@ -216,9 +218,12 @@ class FSDPState(LowBitState):
 
     def __init__(self, compression: FSDPCompression) -> None:
         peers, self._shard = compression.communicator, compression.replica.rank
-        self._fsdp, self._units, self._replica = compression, compression.units, peers.rank
-        found = {n: p for errors in self._units for n, p in zip(errors.unit.names, errors.unit.params, strict=True)}
-        params = {name: found[name] for name in sorted(found)}  # in one order, whatever the units are
+        self._fsdp, self._units = compression, compression.units
+        self._replica = peers.rank
+        named: dict[str, Tensor] = {}
+        for errors in self._units:
+            named.update(zip(errors.unit.names, errors.unit.params, strict=True))
+        params = {name: named[name] for name in sorted(named)}  # in one order, whatever the units are
         ranks = TorchCommunicator(device=peers.device)
         together = compression.replica.world_size if compression.replicated else 1
         place = peers.rank * together + (self._shard if compression.replicated else 0)
@@ -234,15 +239,17 @@ class FSDPState(LowBitState):
         if not any(group.worker.numel() for group in errors):
             return described
         values = [group.values() if group.compact else (group.worker, group.server) for group in errors]
-        called = {own: (name, p.shape) for own, name, p in zip(self._names[0], names, self.params[0], strict=True)}
-        mine: dict[str, Any] = {"of_each_rank": True, "node_size": self._node_size}
-        for unit, held in zip(self._units, values, strict=True):
-            for kind, shard, start, found in unit.runs(held, self._shard):
-                rank, own = (self._replica, mine) if kind == Kind.WORKER else (None, {})
-                for known, offset, numel, first in unit.unit.places(shard):
-                    low, high = max(start, offset), min(start + found.numel(), offset + numel)
+        rows = zip(self._names[0], names, self.params[0], strict=True)
+        called = {name_in_unit: (name, tuple(param.shape)) for name_in_unit, name, param in rows}
+        of_sender: dict[str, Any] = {"of_each_rank": True, "node_size": self._node_size}
+        for unit, errors_of_unit in zip(self._units, values, strict=True):
+            for kind, shard, start, run in unit.runs(errors_of_unit, self._shard):
+                rank, options = (self._replica, of_sender) if kind == Kind.WORKER else (None, {})
+                for name_in_unit, offset, numel, first in unit.unit.places(shard):
+                    low, high = max(start, offset), min(start + run.numel(), offset + numel)
                     if low < high:
-                        (name, shape), part = called[known], found[low - start : high - start]
+                        name, shape = called[name_in_unit]
                         key, at = TensorKey(kind, name, rank=rank), first + low - offset
-                        described.append(StateTensor.of(key, part, tuple(shape), at, is_error=True, **own))
+                        part = run[low - start : high - start]
+                        described.append(StateTensor.of(key, part, shape, at, is_error=True, **options))
         return described

@@ -62,7 +62,7 @@ class ReadsVariances(Protocol):
 
 @dataclass(eq=False)
 class Agreed:
-    """The gradients of the coming step, and their norm, on which the ranks have agreed if they hold it ``together``.
+    """Gradients of the coming step, and their norm, on which the ranks have agreed if they hold it ``together``.
 
     ``square``: the squared norm of averaged gradients, of local ones the mean over ranks of their squared norms: alike
     on all ranks, and not finite if an element is not, or is too large for its square; [] float64 until the host reads
@@ -84,7 +84,7 @@ class Agreed:
 
 @dataclass(eq=False)
 class ComingStep:
-    """What is known of the coming step."""
+    """Facts about the coming step, which clipping, a gradient scaler and the step itself hand on."""
 
     agreed: Agreed | None = None  # by clipping or a gradient scaler
     square: float | Tensor = 0.0  # of the gradients that the step under way takes, as Agreed's
@@ -100,12 +100,13 @@ class ComingStep:
 
 
 class RankAgreement:
-    """The small messages beside those of a step, and what the ranks know from them."""
+    """The small messages beside those of a step, and the facts that all ranks know from them."""
 
     def __init__(
         self, states: Sequence[GroupState], communicator: Communicator, tensors: dict[str, Tensor], clip: str
     ) -> None:
-        self.states, self.communicator, self.clip = states, communicator, clip
+        self.states, self.communicator = states, communicator
+        self.clip = clip
         self.noise = GradientNoise(tensors)
         self.startup = StartupCheck(states, communicator)
         self.passes = StepPasses("average_gradients or DistributedDataParallel's hook")  # up to what compares them
@@ -257,7 +258,9 @@ class RankAgreement:
 
         Returns what is known, and the squared norm of the part. Who clips keeps it; after an error nothing is kept.
         """
-        part, alike, coming = part or gradients, list[bool](), self.coming
+        part = part or gradients
+        alike: list[bool] = []
+        coming = self.coming
         coming.agreed = None
         mean = self._measure(gradients, plan, part, together=together) if sketched else None
         sent = None if self._overlap is None else self._overlap.overflow()
@@ -268,10 +271,12 @@ class RankAgreement:
             return self.noise.square_ratio(share) if self.clip == "sketch" and not plan.agree else 1.0
 
         squares: list[Any] = []
-        for each in (gradients, part) if part is not gradients else (gradients,):
-            own = each.weighted_square(weight)
-            own = torch.full_like(own, math.inf) if coming.overflow else own
-            squares.append(own if sent is None else own + sent)
+        measured = [gradients] if part is gradients else [gradients, part]
+        for each in measured:
+            square = each.weighted_square(weight)
+            if coming.overflow:
+                square = torch.full_like(square, math.inf)
+            squares.append(square if sent is None else square + sent)
         if together:
             squares, alike = self._exchange(gradients, plan, squares, mean)
         if gradients.fault is not None and (together or plan.agree or self.communicator.world_size == 1):
@@ -368,7 +373,8 @@ class RankAgreement:
         # two in every message that is counted: a resumed run, which compares once more, sends the same bytes
         digests = digest, self.second_digest(plan, gradients)
         coming, fault = self.coming, self._held_fault
-        mean, coming.at_sync, self._held_fault = coming.at_sync, None, None
+        mean, coming.at_sync = coming.at_sync, None
+        self._held_fault = None
         beside = coming.square if isinstance(coming.square, Tensor) else torch.zeros_like(written)
         means, sketch = ([], None) if mean is None else mean.contributions()
         faults = torch.full_like(written, float(fault is not None))
@@ -398,8 +404,9 @@ class RankAgreement:
         masks = [state.options.get("exp_avg_mask") for state in self.states]
         now = [(id(mask), 0 if mask is None or mask.is_inference() else mask._version) for mask in masks]
         if self._layouts[0] != now or not now:
-            own = [state.own_rank is not None for state in self.states]
-            self._layouts = now, digest_of([own, [rows_of(state) for state in self.states if state.own_rank is None]])
+            with_ranks = [state.own_rank is not None for state in self.states]
+            rows = [rows_of(state) for state in self.states if state.own_rank is None]
+            self._layouts = now, digest_of([with_ranks, rows])
         flags = trained_of(self.states), self.startup.has_new_groups
         return [hyperparameters_of(self.states), len(now), self._layouts[1], *flags]
 
@@ -436,8 +443,9 @@ class RankAgreement:
             columns = zip(*everyone, strict=True)
             apart = [row for row, column in zip(rows, columns, strict=True) if len(set(column)) > 1]
             by_rounding = distance_from_first([values for _, values in apart], plan.step - 1, self.communicator) <= 1
-            for _, values in apart if by_rounding else ():
-                self.communicator.broadcast(values)
+            if by_rounding:
+                for _, values in apart:
+                    self.communicator.broadcast(values)
         shown = ", ".join([*(name for name, _ in apart[:4]), *(["..."] if len(apart) > 4 else [])])
         if not by_rounding:
             raise ValueError(

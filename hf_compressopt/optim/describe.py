@@ -95,15 +95,15 @@ class GroupTensors:
 
     # -- as files have them -------------------------------------------------------------------------------------------
 
-    def described(self, names: Sequence[str], own: Sequence[str], rank: int) -> Iterator[StateTensor]:
-        """Yield the tensors of the group. ``own``: the kinds that are each rank's own; "param" is the parameter."""
+    def described(self, names: Sequence[str], own_kinds: Sequence[str], rank: int) -> Iterator[StateTensor]:
+        """Yield the tensors of the group. ``own_kinds``: those that are each rank's own; "param" is the parameter."""
         for index, name in zip(range(len(self.state.params)), names, strict=True):
-            yield from self._of_parameter(index, name, own, rank)
+            yield from self._of_parameter(index, name, own_kinds, rank)
         yield from self._of_group()
         if self.errors.worker.numel():
             yield from self._of_errors(rank)
 
-    def _of_parameter(self, index: int, name: str, own: Sequence[str], rank: int) -> Iterator[StateTensor]:
+    def _of_parameter(self, index: int, name: str, own_kinds: Sequence[str], rank: int) -> Iterator[StateTensor]:
         state = self.state
         param = state.params[index]
         shards = self.moments.shards
@@ -115,12 +115,12 @@ class GroupTensors:
         if shards is None or not param.numel():
             tensors = {kind: stored.view(param.shape) for kind, stored in self.moments.stored_of(index).items()}
         tensors |= {kind: state.view(flat, index) for kind, flat in state.beside_moments("element").items()}
-        if "param" in own:
+        if "param" in own_kinds:
             tensors["param"] = param.detach() if state.own_params is None else state.own_params[index]
         for kind, tensor in tensors.items():
             if state.own_rank is not None:  # only some ranks hold it, so that there is no mean over all
                 yield StateTensor.of(TensorKey(kind, name, rank=state.own_rank), tensor)
-            elif kind in own:
+            elif kind in own_kinds:
                 yield StateTensor.of(TensorKey(kind, name, rank=rank), tensor, of_each_rank=True)
             else:
                 yield StateTensor.of(TensorKey(kind, name), tensor, replicated=True)
@@ -156,7 +156,7 @@ class GroupTensors:
 def describe(
     groups: Sequence[GroupTensors],
     names: Sequence[Sequence[str]],
-    own: Sequence[str],
+    own_kinds: Sequence[str],
     tensors: Mapping[str, Tensor],
     rank: int,
 ) -> Iterator[StateTensor]:
@@ -165,12 +165,12 @@ def describe(
     Args:
         groups: The tensors of the param groups.
         names: The names of their parameters.
-        own: The kinds that are each rank's own in the stage of the state, of groups that are ever compressed.
+        own_kinds: The kinds that are each rank's own in the stage of the state, of groups that are ever compressed.
         tensors: Those that belong to no group.
         rank: This rank.
     """
     for group, names_of_group in zip(groups, names, strict=True):
-        yield from group.described(names_of_group, own if group.state.compressed else (), rank)
+        yield from group.described(names_of_group, own_kinds if group.state.compressed else (), rank)
     for name, tensor in tensors.items():
         yield StateTensor.of(TensorKey(Kind.OPTIMIZER, name), tensor, replicated=True)
 

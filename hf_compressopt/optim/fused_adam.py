@@ -87,7 +87,8 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         check_at_least("max_grad_norm", max_grad_norm, 0)
         self.max_grad_norm, self.set_grad_none = max_grad_norm, set_grad_none
-        self.master_weights, self.fp32_moments, self.write_grads = master_weights, fp32_moments, write_grads
+        self.master_weights, self.fp32_moments = master_weights, fp32_moments
+        self.write_grads = write_grads
         self.copies: dict[Tensor, Tensor] = {}
         self._plans: dict[int, AdamPlan] = {}
         self._last_found_inf: Tensor | None = None
@@ -191,8 +192,8 @@ class FusedAdam(torch.optim.Optimizer):
     # -- copies and state dicts ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("max_grad_norm", "set_grad_none", "master_weights", "fp32_moments", "write_grads", "copies")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        names = ("max_grad_norm", "set_grad_none", "master_weights", "fp32_moments", "write_grads", "copies")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -207,17 +208,19 @@ class FusedAdam(torch.optim.Optimizer):
         """
         load_with_hooks(self, state_dict, self._load, in_shards=False)
 
-    def _load(self, given: dict[str, Any], _: Any) -> None:
+    def _load(self, state_dict: dict[str, Any], _: Any) -> None:
         """Take over a state dict: an lr that is a tensor stays this tensor, and other moments are new ones."""
-        groups, states, rows = matching_groups(self, given), given["state"], list[tuple[Tensor, dict[str, Any]]]()
-        for own, saved in zip(self.param_groups, groups, strict=True):
+        groups = matching_groups(self, state_dict)
+        states = state_dict["state"]
+        rows: list[tuple[Tensor, dict[str, Any]]] = []
+        for group, saved in zip(self.param_groups, groups, strict=True):
             if saved.get("amsgrad"):
                 raise ValueError("amsgrad must be False, got a state dict with amsgrad=True: use torch.optim.AdamW")
-            rows += [(p, states.get(key, {})) for p, key in zip(own["params"], saved["params"], strict=True)]
+            rows += [(p, states.get(key, {})) for p, key in zip(group["params"], saved["params"], strict=True)]
         for param, values in rows:
             _check_saved(values, param)
-        for own, saved in zip(self.param_groups, groups, strict=True):  # torch's Adam says it by another name
-            own["adam_w_mode"] = saved.get("decoupled_weight_decay", own["adam_w_mode"])
+        for group, saved in zip(self.param_groups, groups, strict=True):  # torch's Adam says it by another name
+            group["adam_w_mode"] = saved.get("decoupled_weight_decay", group["adam_w_mode"])
         load_groups(self, deepcopy(groups), _NOT_LOADED)
         self.state.clear()
         self._plans, self._last_found_inf = {}, None

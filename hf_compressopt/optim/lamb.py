@@ -172,13 +172,13 @@ class Lamb(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, which is copied; the moments stay float32 for parameters of any dtype."""
-        given: list[dict[str, Any]] = []  # as other hooks before the load have changed it
-        last = self.register_load_state_dict_pre_hook(lambda _, changed: given.append(changed))
+        hooked: list[dict[str, Any]] = []  # the state dict as other hooks before the load have changed it
+        last = self.register_load_state_dict_pre_hook(lambda _, changed: hooked.append(changed))
         try:
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-        state_dict = given[0]
+        state_dict = hooked[0]
         params = [param for group in self.param_groups for param in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         for param, key in zip(params, keys, strict=True):
@@ -311,8 +311,10 @@ class OnebitLamb(CompressedAdam):
         values = factor_max, factor_min, factor_threshold
         _check_frozen_options(trust_ratio, dict(zip(FROZEN_OPTIONS, values, strict=True)))
         self.trust_ratio = trust_ratio
-        self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
-        self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
+        self.max_coeff, self.min_coeff = max_coeff, min_coeff
+        self.coeff_beta = coeff_beta
+        self.factor_max, self.factor_min = factor_max, factor_min
+        self.factor_threshold = factor_threshold
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         super().__init__(params, lr, **options)
 
@@ -331,8 +333,8 @@ class OnebitLamb(CompressedAdam):
         for run in runs_of(present):
             rows = [indices[number] for number in run]
             params, moments = [state.params[index] for index in rows], [state.moments_of(index) for index in rows]
-            mine = [present[number] for number in run]
-            coeffs = _step_of_tensors(params, mine, moments, state.options, self.min_coeff, self.max_coeff)
+            run_grads = [present[number] for number in run]
+            coeffs = _step_of_tensors(params, run_grads, moments, state.options, self.min_coeff, self.max_coeff)
             self._note_coefficients(state, numbers_on(state.device, rows, torch.int64), coeffs)
 
     def _note_coefficients(self, state: GroupState, rows: Tensor, coeffs: Tensor) -> None:

@@ -46,7 +46,8 @@ def adam_step_(
     shared = {"beta1": float(beta1), "beta2": float(beta2), "eps": group["eps"], "weight_decay": group["weight_decay"]}
     if fused:
         return adam_(tensors, AdamStep(lr=lr, bias_correction=group["bias_correction"], **shared), plan)
-    params, moments, steps = tensors.params, (tensors.exp_avgs, tensors.exp_avg_sqs), tensors.steps
+    params, steps = tensors.params, tensors.steps
+    moments = tensors.exp_avgs, tensors.exp_avg_sqs
     wide = [p if p.dtype == torch.float32 else p.float() for p in params]
     grads = [g if g.dtype == torch.float32 else g.float() for g in tensors.grads]
     if group["bias_correction"] and not group["eps_inside_sqrt"]:
@@ -207,8 +208,8 @@ def _sharded_square(mesh: Any, placements: Any, params: Sequence[Any]) -> Tensor
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     grads = [p.grad for p in params if p.grad is not None]
-    mine = [(g if g.placements == placements else g.redistribute(mesh, placements)).to_local() for g in grads]
-    square = _local_square(mine) if mine else torch.zeros((), dtype=torch.float64, device=mesh.device_type)
+    shards = [(g if g.placements == placements else g.redistribute(mesh, placements)).to_local() for g in grads]
+    square = _local_square(shards) if shards else torch.zeros((), dtype=torch.float64, device=mesh.device_type)
     summed = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
     whole: Tensor = DTensor.from_local(square, mesh, summed, run_check=False).full_tensor()
     return whole

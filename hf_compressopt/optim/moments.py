@@ -47,7 +47,7 @@ class MomentShards:
         self.numels_in_full = [
             [sum(span.numel for span in of_rank if in_full[span.index]) for of_rank in spans] for spans in chunks
         ]
-        numels = [sum(span.numel for span in own) for own in self.spans]
+        numels = [sum(span.numel for span in spans) for spans in self.spans]
         self.exp_avg, self.exp_avg_sq = (
             [torch.zeros(numel, dtype=torch.float32, device=device) for numel in numels] for _ in range(2)
         )

@@ -67,7 +67,8 @@ class MuonAdamW(torch.optim.Optimizer):
                 "every param group of MuonAdamW must say muon=True or muon=False, because a parameter does not show "
                 f"whether it is an embedding or a head; got muon={muon!r}. Or give the Transformers model itself"
             )
-        options = {name: self.defaults[name] for name in (_OF_MUON if muon else _OF_ADAMW)}
+        names = _OF_MUON if muon else _OF_ADAMW
+        options = {name: self.defaults[name] for name in names}
         options |= {"adjust_lr_fn": "match_rms_adamw"} if muon else {}
         _stepper(muon, [param_group], **options)  # checks the group, and fills in what it leaves out
         super().add_param_group(param_group)

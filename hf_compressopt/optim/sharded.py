@@ -113,13 +113,13 @@ def _buckets_of(state: GroupState) -> list[_SharedBucket]:
 def _present(states: Sequence[GroupState], gradients: Grads, sent: ShardedOverlap | None) -> list[list[bool]]:
     """Return for each parameter of each group whether some rank has a gradient of it. All ranks call."""
     communicator = states[0].communicator
-    mine: list[float] = []
+    on_this_rank: list[float] = []
     for state in states:
         here = [grad is not None for grad in gradients[state.number]]
-        mine += map(float, here if sent is None else sent.present(state, here))
-    flags = numbers_on(communicator.device, mine)
+        on_this_rank += map(float, here if sent is None else sent.present(state, here))
+    flags = numbers_on(communicator.device, on_this_rank)
     communicator.all_reduce(flags, op="max").wait()
-    rest = iter(mine if all(mine) else flags.tolist())
+    rest = iter(on_this_rank if all(on_this_rank) else flags.tolist())
     return [[next(rest) > 0 for _ in state.params] for state in states]
 
 
@@ -185,8 +185,10 @@ def _mean_of_chunk(
     form: IntegerFormat,
 ) -> Task[Tensor]:
     """Average this rank's chunk of the gradients of a bucket times a factor, (1), and return it, [n_own] float32."""
-    ranks, device, numel = state.communicator, state.device, state.layout.buckets[number].numel
-    place, in_full = ranks.topology, [segment for segment in segments if state.in_full[segment.index]]
+    ranks, device = state.communicator, state.device
+    numel = state.layout.buckets[number].numel
+    place = ranks.topology
+    in_full = [segment for segment in segments if state.in_full[segment.index]]
     values = torch.empty(sum(segment.numel for segment in in_full), dtype=torch.float32, device=device)
     if in_full:
         kernels.on(values).combine_(Combination(values.numel(), device, grads=in_full, beta=factor), values)
@@ -215,8 +217,10 @@ def _update(state: GroupState, number: int, mean: Tensor, present: Sequence[bool
     shards = _shards_of(state)
     spans = [span for span in shards.spans[number] if present[span.index]]
     change = torch.zeros_like(mean)
-    wholes = change, mean, shards.exp_avg[number], shards.exp_avg_sq[number]
-    changes, means, firsts, seconds = ([part_of(whole, span) for span in spans] for whole in wholes)
+    changes = [part_of(change, span) for span in spans]
+    means = [part_of(mean, span) for span in spans]
+    firsts = [part_of(shards.exp_avg[number], span) for span in spans]
+    seconds = [part_of(shards.exp_avg_sq[number], span) for span in spans]
     fused = fused and not state.options["eps_inside_sqrt"]
     counts = [state.steps[span.index].item() for span in spans]
     steps = [*numbers_on(state.device if fused else state.steps.device, counts).unbind()]
@@ -292,7 +296,8 @@ def _gather_momentum(
     state: GroupState, number: int, feedback: BucketErrors, without_variance: Sequence[bool]
 ) -> Task[None]:
     """Bring the momentum of a bucket to all ranks, as signs (5) or in full; without a variance it has no error."""
-    shards, communicator, bucket = _shards_of(state), state.communicator, state.layout.buckets[number]
+    shards, communicator = _shards_of(state), state.communicator
+    bucket = state.layout.buckets[number]
     form, exp_avg = state.form, shards.exp_avg[number]
     if bucket.in_full:
         values = yield from _gather_values(state, bucket, exp_avg)
@@ -316,7 +321,8 @@ def _gather_momentum(
 
 def _gather_variance(state: GroupState, number: int, tops: Sequence[int]) -> Task[None]:
     """Make the variance of a bucket codes of 8 bits on all ranks."""
-    shards, communicator, bucket = _shards_of(state), state.communicator, state.layout.buckets[number]
+    shards, communicator = _shards_of(state), state.communicator
+    bucket = state.layout.buckets[number]
     count, place = chunk_numel(bucket.numel, communicator.world_size), communicator.topology
     whole = torch.zeros(place.world_size * count, dtype=torch.uint8, device=state.device)
     codes = whole[place.own_chunk * count :][:count]
@@ -368,7 +374,9 @@ class ShardedOverlap(OverlapSender):
         clips: bool,
     ) -> None:
         super().__init__(groups, tensors, message_of)
-        self._begin_step, self._form, self._clips = begin, IntegerFormat(bits), clips
+        self._begin_step = begin
+        self._form = IntegerFormat(bits)
+        self._clips = clips
         self._scale_of_pass: Callable[[], float] | None = None
         self._passes: BackwardPasses | None = None
         self._sent, self._params = _SentGradients(), list[Tensor]()
@@ -470,9 +478,9 @@ class ShardedOverlap(OverlapSender):
         return True
 
     def take(self, number: int) -> bool:
-        mine = self.passes.buckets_of.get(number, [])
-        came = any(not self.passes.awaits(index, number) for index in mine)
-        self._sent.is_late |= came and self._parts_to_send[number] < len(mine)
+        buckets = self.passes.buckets_of.get(number, [])
+        came = any(not self.passes.awaits(index, number) for index in buckets)
+        self._sent.is_late |= came and self._parts_to_send[number] < len(buckets)
         return True
 
     def send(self, index: int) -> None:
@@ -549,7 +557,9 @@ class ShardedOverlap(OverlapSender):
     def _begin_anew(self) -> None:
         for state in self.states:
             state.errors.drop()
-        self._sent, self.clipped, self._dropped = _SentGradients(), 1.0, False
+        self._sent = _SentGradients()
+        self.clipped = 1.0
+        self._dropped = False
         if self._passes is not None:
             self._passes.gradients_used()
 
@@ -563,17 +573,21 @@ class ShardedOverlap(OverlapSender):
     def put_into(self, gradients: Gradients) -> None:
         if self._was_sent:
             gradients.take_sent(self, [state.number for state in self.states], self._sent.fault)
-        for state in self.states if self._was_sent else ():
-            late = [name for p, name in zip(state.params, state.names, strict=True) if p.grad is not None]
-            if late or self._sent.is_late:
-                late_fault = ValueError(
-                    f"{late[0] if late else 'a parameter'} got a gradient after its gradient had left (zero_stage=2): "
-                    "run all backward passes but the last one of a step inside optimizer.no_sync(), wrap the model in "
-                    "no DistributedDataParallel, checkpoint activations with use_reentrant=False, and call "
-                    "optimizer.zero_grad(), which drops what has left, after a backward pass that raised"
-                )
-                gradients.note_fault(late_fault)
+            for state in self.states:
+                gradients.note_fault(self._find_late(state))
         super().put_into(gradients)
+
+    def _find_late(self, state: GroupState) -> Exception | None:
+        """Return the error if a parameter of a group got a gradient after its gradient had left."""
+        late = [name for p, name in zip(state.params, state.names, strict=True) if p.grad is not None]
+        if not late and not self._sent.is_late:
+            return None
+        return ValueError(
+            f"{late[0] if late else 'a parameter'} got a gradient after its gradient had left (zero_stage=2): "
+            "run all backward passes but the last one of a step inside optimizer.no_sync(), wrap the model in "
+            "no DistributedDataParallel, checkpoint activations with use_reentrant=False, and call "
+            "optimizer.zero_grad(), which drops what has left, after a backward pass that raised"
+        )
 
     @property
     def signature(self) -> list[Key]:
@@ -612,7 +626,8 @@ class ShardedOverlap(OverlapSender):
             if all(state.shared_out or not state.params for state in others):
                 del mean.sketches[number]  # of nothing
         elif self._sent.sketches is not None:
-            sketch, scale, total = mean.sketches[number], self.backward.loss_scale, _empty_sketch(mean.averaged.device)
+            sketch, scale = mean.sketches[number], self.backward.loss_scale
+            total = _empty_sketch(mean.averaged.device)
             for index in sorted(self._sent.sketches):  # the order in which buckets are sent changes no bit
                 for whole, part in zip(total, self._sent.sketches[index], strict=True):
                     whole += part

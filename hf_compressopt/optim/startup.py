@@ -43,9 +43,9 @@ class StartupCheck:
     def check(self, plan: StepPlan, before: StepPlan | None, alike: Callable[[], Sequence[Any]]) -> None:
         """Check, before the first step and before the first one of a stage, that the ranks are alike."""
         if not self.checked:
-            own = [state.own_rank is not None for state in self._states]
+            with_ranks = [state.own_rank is not None for state in self._states]
             what = "optimizer, step, options, or param groups with a process_group of their own"
-            self._communicator.require_equal(what, [*alike(), own])
+            self._communicator.require_equal(what, [*alike(), with_ranks])
             self.require_same_groups()
             self.require_same_hyperparameters()
             if plan.agree:  # else each rank has parameters of its own
@@ -53,7 +53,9 @@ class StartupCheck:
                 self._require_equal(what, lambda state: _bits(state.params))
             if plan.reduce_grads:
                 self._require_averaged()
-            self.checked, self.has_new_groups, self.compared_at = True, False, plan.step
+            self.checked = True
+            self.has_new_groups = False
+            self.compared_at = plan.step
         elif self.compared_at != plan.step and before is not None and before.stage is not plan.stage:
             self.require_same_groups()
             self.require_same_hyperparameters()
@@ -118,9 +120,10 @@ class StartupCheck:
         rows = [row for state in shared for row in zip(state.labels, state.params, strict=True)]
         sizes = {name: size_of(param.grad) for name, param in rows}
         everyone = self._communicator.all_gather_object(sizes)
-        known = sorted({name for found in everyone for name in found})
+        known = sorted({name for of_rank in everyone for name in of_rank})
+        first = everyone[0]
         names = [
-            name for name in known if any(sizes_differ(found.get(name), everyone[0].get(name)) for found in everyone)
+            name for name in known if any(sizes_differ(of_rank.get(name), first.get(name)) for of_rank in everyone)
         ]
         if names:
             raise ValueError(
@@ -158,8 +161,8 @@ class StartupCheck:
         for communicator, states in by_communicator(self._states):
             try:
                 communicator.require_equal(what, [value(state) for state in states])
-            except ValueError as found:
-                error = found
+            except ValueError as differ:
+                error = differ
         self._raise_together(error)
 
     def _raise_together(self, error: Exception | None) -> None:

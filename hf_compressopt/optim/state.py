@@ -57,14 +57,14 @@ def load_with_hooks(
     state_dict = state_dict.copy()
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = pre_hook(optimizer, state_dict) or state_dict
-    own = state_dict.get(STATE_KEY)
-    if own is not None and own.get("stub") and not in_shards:
+    entry = state_dict.get(STATE_KEY)
+    if entry is not None and entry.get("stub") and not in_shards:
         raise ValueError(
             "this state dict is a stub: the state lies beside it, in compressopt.index.json and safetensors files; use "
             "hf_compressopt.load_state(optimizer, directory), or Trainer or Accelerate with hf_compressopt registered"
         )
     if not in_shards:
-        load(state_dict, own)
+        load(state_dict, entry)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
@@ -318,15 +318,15 @@ def own_state(optimizer: Stateful) -> dict[str, Any]:
     }
 
 
-def load_full(optimizer: Stateful, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
+def load_full(optimizer: Stateful, state_dict: dict[str, Any], entry: dict[str, Any] | None) -> None:
     """Load a state dict with its header, or a plain one of torch's Adam; nothing changes if it does not fit."""
     rows = _matching_rows(optimizer, state_dict)
-    if own is None:
+    if entry is None:
         steps = [int(row[Kind.STEP]) for _, _, row in rows if row]
         header = plain_header(optimizer, max(steps, default=0))
     else:
-        header = own
-        _check_errors(optimizer, own)
+        header = entry
+        _check_errors(optimizer, entry)
     check_header(optimizer, header)
     saved_groups = [loadable_group(group) for group in state_dict["param_groups"]]
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
@@ -339,10 +339,10 @@ def load_full(optimizer: Stateful, state_dict: dict[str, Any], own: dict[str, An
     for number, index, row in rows:
         groups[number].fill_parameter(index, row)
     for number, group_tensors in enumerate(groups):
-        group_tensors.fill_group({} if own is None else own["group_tensors"][number])
-    _load_errors(optimizer, own)
-    saved_tensors = optimizer._tensors if own is None else own["tensors"]
-    tensors = {name: torch.zeros_like(t) if own is None else t.clone() for name, t in saved_tensors.items()}
+        group_tensors.fill_group({} if entry is None else entry["group_tensors"][number])
+    _load_errors(optimizer, entry)
+    saved_tensors = optimizer._tensors if entry is None else entry["tensors"]
+    tensors = {name: torch.zeros_like(t) if entry is None else t.clone() for name, t in saved_tensors.items()}
     StateToLoad(optimizer, header, saved_groups, groups, tensors).commit()
 
 
@@ -370,40 +370,40 @@ def _check_row(row: dict[str, Any], shapes: dict[str, tuple[int, ...]], key: Any
             raise ValueError(f"{name} of parameter {key} must have shape {shape}, the state dict has {saved}")
 
 
-def _check_errors(optimizer: Stateful, own: dict[str, Any]) -> None:
+def _check_errors(optimizer: Stateful, entry: dict[str, Any]) -> None:
     ranks = optimizer.communicator
     for name, saved, present in (
-        ("world_size", own["world_size"], ranks.world_size),
-        (NODE_SIZE, own.get(NODE_SIZE, 1), ranks.topology.node_size),
+        ("world_size", entry["world_size"], ranks.world_size),
+        (NODE_SIZE, entry.get(NODE_SIZE, 1), ranks.topology.node_size),
     ):
         if saved != present:
             raise ValueError(
                 f"the state dict was saved with {name}={saved}, this one has {present}: resume on as many ranks and in "
                 "the same topology, or use hf_compressopt.save_state and load_state, which work on any ranks and nodes"
             )
-    if own["rank"] != ranks.rank and not all(map(is_zero, [*own[Kind.WORKER], *own[Kind.SERVER]])):
+    if entry["rank"] != ranks.rank and not all(map(is_zero, [*entry[Kind.WORKER], *entry[Kind.SERVER]])):
         raise ValueError(
-            f"the state dict was saved by rank {own['rank']}, whose errors differ from those of rank {ranks.rank}: use "
-            "hf_compressopt.save_state and load_state, which keep the errors of every rank"
+            f"the state dict was saved by rank {entry['rank']}, whose errors differ from those of rank {ranks.rank}: "
+            "use hf_compressopt.save_state and load_state, which keep the errors of every rank"
         )
     for place, name in enumerate((Kind.WORKER, Kind.SERVER)):
-        saved = [error.numel() for error in own[name]]
+        saved = [error.numel() for error in entry[name]]
         sizes = [
             state.errors.sizes_of(error.dtype)[place]
             if state.compressed and (state.communicator.world_size > 1 or error.numel())
             else 0
-            for state, error in zip(optimizer._states, own[name], strict=True)
+            for state, error in zip(optimizer._states, entry[name], strict=True)
         ]
-        if own["rank"] == optimizer.communicator.rank and sizes != saved:
+        if entry["rank"] == optimizer.communicator.rank and sizes != saved:
             raise ValueError(f"{name} must have {sizes} elements per param group, the state dict has {saved}")
 
 
-def _load_errors(optimizer: Stateful, own: dict[str, Any] | None) -> None:
+def _load_errors(optimizer: Stateful, entry: dict[str, Any] | None) -> None:
     """Take over the errors of a state dict that was checked; zeros if it has none, or is another rank's."""
     for number, state in enumerate(optimizer._states):
         saved = None
-        if own is not None and own["rank"] == optimizer.communicator.rank:
-            saved = own[Kind.WORKER][number], own[Kind.SERVER][number]
+        if entry is not None and entry["rank"] == optimizer.communicator.rank:
+            saved = entry[Kind.WORKER][number], entry[Kind.SERVER][number]
         if optimizer.communicator.world_size == 1:
             worker, server = saved or (_NOTHING, _NOTHING)
             state.errors.take(worker.clone(), server.clone())

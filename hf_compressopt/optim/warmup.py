@@ -61,7 +61,9 @@ class WarmupGradients:
     """The form of one optimizer's averaged gradients: integers of 4 or 8 bits, bfloat16 (16), or as they are (32)."""
 
     def __init__(self, bits: int, groups: ParamGroups, tensors: dict[str, Tensor]) -> None:
-        self.bits, self.rounds, self._tensors = bits, GradientRounds(), tensors
+        self.bits = bits
+        self.rounds = GradientRounds()
+        self._tensors = tensors
         self.in_use = self.ever_in_use = False  # the last step's gradients had fewer bits than 32; any step's (state)
         self._states, self._communicator, self._follow = groups
         self._assumed_scale = 1.0
@@ -109,7 +111,7 @@ class WarmupGradients:
 
     def _make_buckets(self, owner: int, present: Sequence[Tensor] | None) -> list[GradientBucket]:
         here = None if present is None else set(present)
-        found: list[GradientBucket] = []
+        buckets: list[GradientBucket] = []
         for state in self._states:
             if state.own_rank is not None:
                 continue
@@ -121,12 +123,12 @@ class WarmupGradients:
                 dtype = torch.float32
             if self.bits in INTEGER_BITS and state.compressed and whole:
                 of = state.errors, state.layout.in_messages, state.params, state.communicator, owner, self.bits
-                found += low_bit_buckets(*of, dtype=dtype)
+                buckets += low_bit_buckets(*of, dtype=dtype)
             else:
                 params = [p for p in state.params if p.requires_grad and (here is None or p in here)]
                 numel = state.layout.bucket_numel
-                found += plain_buckets(params, state.communicator, owner, bucket_numel=numel, dtype=dtype)
-        return found
+                buckets += plain_buckets(params, state.communicator, owner, bucket_numel=numel, dtype=dtype)
+        return buckets
 
     def _tell_of_parts(self, state: GroupState) -> None:
         """Warn once that a group is in several models: each has a part, and messages of integers need all of it."""
@@ -164,8 +166,8 @@ class WarmupGradients:
 
     def largest_variances(self, plan: StepPlan) -> Tensor | None:
         """Return what :meth:`signs` must know, [parameters], None if nothing; not fetched from the device."""
-        found = [state.moments.largest_variances() for state in self._guarded(plan)]
-        return torch.cat([each.to(self._communicator.device, torch.float64) for each in found]) if found else None
+        largest = [state.moments.largest_variances() for state in self._guarded(plan)]
+        return torch.cat([each.to(self._communicator.device, torch.float64) for each in largest]) if largest else None
 
     def note_clipping(self, coefficient: float) -> None:
         """Take over by how much the averages of a step were clipped, after which a step sends signs.

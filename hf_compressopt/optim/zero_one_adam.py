@@ -408,15 +408,17 @@ class ZeroOneAdam(CompressedAdam):
 
     def _local_step(self, state: GroupState, grads: Sequence[Tensor | None] | None) -> None:
         """Take (4) and (5) of one group."""
-        how, (beta1, _), on = state.descent(self.max_update), state.options["betas"], kernels.on(state.device)
+        descent = state.descent(self.max_update)
+        beta1, _ = state.options["betas"]
         for bucket in state.layout.buckets:
             flat = slice(bucket.start, bucket.stop)
             gradients = None if grads is None else state.gradient_segments(bucket, grads)
             moments = state.exp_avg[flat], state.variance(bucket), state.extra["local_update"][flat]
             with state.parameter_segments(bucket) as params:
-                on.local_step_(LocalUpdate(*moments, gradients, params, beta1, how))  # (4), (5)
+                update = LocalUpdate(*moments, gradients, params, beta1, descent)
+                kernels.on(state.device).local_step_(update)  # (4), (5)
         lr_sum, decay = self._interval.since_sync(state)
-        self._interval.advance(state, lr_sum + how.lr, decay * how.decay)
+        self._interval.advance(state, lr_sum + descent.lr, decay * descent.decay)
         state.count_step()
 
     def _sync(self, plan: StepPlan, states: Sequence[GroupState], written: bool) -> None:
@@ -445,11 +447,11 @@ class ZeroOneAdam(CompressedAdam):
 
     def own_parameters_restorer(self) -> Callable[[], None]:
         states = [state for state in self._states if state.compressed and self.last_plan.stage is Stage.LOCAL_STEP]
-        own = [(param, param.detach().clone()) for state in states for param in state.params]
+        kept = [(param, param.detach().clone()) for state in states for param in state.params]
 
         @torch.no_grad()
         def restore() -> None:
-            for param, value in own:
+            for param, value in kept:
                 param.copy_(value)
 
         return restore
