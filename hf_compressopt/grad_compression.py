@@ -188,9 +188,11 @@ class GradientCompression:
         self._read_fault()
         return self._steps_not_finite
 
-    @steps_not_finite.setter
-    def steps_not_finite(self, count: int) -> None:
-        self._fault, self._steps_not_finite = None, count
+    def resume(self, steps: int, steps_not_finite: int) -> None:
+        """Go on from the counts of a saved state."""
+        self.steps = steps
+        self._steps_not_finite = steps_not_finite
+        self._fault = None
 
     def _read_fault(self) -> None:
         """Count the step before, and say it, if its gradients were not finite; the copy was made long ago."""
@@ -335,7 +337,7 @@ class GradientCompression:
                     "are the parameters the same?"
                 )
         self.errors.copy_(state_dict["worker_error"], state_dict["server_error"])
-        self.steps, self.steps_not_finite = state_dict["steps"], state_dict["steps_not_finite"]
+        self.resume(state_dict["steps"], state_dict["steps_not_finite"])
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

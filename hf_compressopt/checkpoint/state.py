@@ -180,7 +180,7 @@ class LowBitState(State):
                     filled.server.zero_()
                 if filled is not errors:
                     errors.copy_(filled.worker, filled.server)
-            compression.steps, compression.steps_not_finite = values["step"], values["skipped_steps"]
+            compression.resume(values["step"], values["skipped_steps"])
             compression.traffic.restore(values["bytes_sent"])
 
         return [tensor for tensor in described if tensor.key.kind in saved], commit

@@ -337,9 +337,10 @@ class FSDPCompression:
         """Passes whose gradients were not finite, of those that FSDP2 manages."""
         return int(self._skipped)
 
-    @steps_not_finite.setter
-    def steps_not_finite(self, count: int) -> None:
-        self._skipped.fill_(count)
+    def resume(self, steps: int, steps_not_finite: int) -> None:
+        """Go on from the counts of a saved state."""
+        self.steps = steps
+        self._skipped.fill_(steps_not_finite)
 
     def metrics(self) -> dict[str, float]:
         """Numbers of the last pass and of the run so far, of this rank.
@@ -417,7 +418,7 @@ class FSDPCompression:
         rows = zip(self.units, state_dict["worker_errors"], state_dict["server_errors"], strict=True)
         for errors, worker, server in rows:
             errors.kept.copy_(worker, server)
-        self.steps, self.steps_not_finite = state_dict["steps"], state_dict["steps_not_finite"]
+        self.resume(state_dict["steps"], state_dict["steps_not_finite"])
 
     def _place(self) -> dict[str, Any]:
         """Return the values that must be the same where the errors are loaded."""

@@ -56,7 +56,7 @@ class PartitionedParameters:
         self.reducer = GradientReducer(self.communicator, config, loss_scale)
         self.known = self.reducer.known
         self._frozen: dict[int, tuple[int, Tensor]] = {}  # by id: number of the param group, and the parameter
-        self.ranks_checked = False  # by check_ranks_agree(); not after a load
+        self._ranks_checked = False  # by check_ranks_agree(); not after a load
         self.bits_per_parameter: float | None = None  # of the exact parameters in the last step
         self.holds_masters = False  # the parameters are the masters for now, and not the replicas that the ranks train
         self.add(groups, range(len(groups)))
@@ -85,7 +85,7 @@ class PartitionedParameters:
         slices, before = self._cut(range(len(self.known) - len(added), len(self.known))), len(self.reducer.slices)
         self.reducer.add([found.tensor for found in added], slices)
         self._add_buckets(range(before, before + len(slices)), groups)
-        self.ranks_checked = False
+        self._ranks_checked = False
 
     def _in_group(self, group: dict[str, Any], number: int) -> Iterator[TrainedParameter]:
         process_group: dist.ProcessGroup | None = group.get("process_group")
@@ -179,10 +179,14 @@ class PartitionedParameters:
                     take_over()
         self.reducer.follow()
 
+    def check_ranks_again(self) -> None:
+        """Compare the ranks before the next step, as before the first one: a state was loaded."""
+        self._ranks_checked = False
+
     def check_ranks_agree(self, steps: int, options: Sequence[str], groups: Sequence[dict[str, Any]]) -> None:
         """Check once before the first step that all ranks have the same layout, options and parameters."""
         self.reducer.check_layout()
-        if self.ranks_checked:
+        if self._ranks_checked:
             return
         rows = [f"{steps} steps taken", *options]
         if steps == 0:  # later a wrapped optimizer may have changed them, on the ranks that have parts of a group
@@ -192,7 +196,7 @@ class PartitionedParameters:
         shared_parameters = self.reducer.numbers_of(self.communicator)
         bits = [f"{self.known[number].name} with {int(bit_sum(self.tensors[number]))}" for number in shared_parameters]
         self.communicator.require_equal_rows("the bits of their parameters (are they alike at the start?)", bits)
-        self.ranks_checked = True
+        self._ranks_checked = True
 
     def options_of_step(
         self, communicator: Communicator, groups: Sequence[dict[str, Any]], max_norm: float | None

@@ -63,6 +63,12 @@ class LossScale:
         self.good_steps = 0  # without an overflow since the factor changed
         self.of_scaler = 1.0  # the factor of a GradScaler, which comes on top
 
+    def resume(self, value: float, good_steps: int, of_scaler: float) -> None:
+        """Go on from the factors of a saved state."""
+        self.value = value
+        self.good_steps = good_steps
+        self.of_scaler = of_scaler
+
     def update(self, overflow: bool) -> None:
         """Count a step: a dynamic factor halves after an overflow, and doubles after so many good steps."""
         if self._window is not None:

@@ -66,12 +66,12 @@ def check_header(optimizer: Partitioned, header: dict[str, Any]) -> None:
 
 
 def load_header(optimizer: Partitioned, header: dict[str, Any]) -> None:
-    optimizer.steps, optimizer.skipped_steps = int(header["step"]), int(header["skipped_steps"])
-    scale = optimizer.loss_scale
-    scale.value, scale.good_steps = float(header["loss_scale"][0]), int(header["loss_scale"][1])
-    scale.of_scaler = float(header.get("grad_scale", 1.0))
+    optimizer.steps = int(header["step"])
+    optimizer.skipped_steps = int(header["skipped_steps"])
+    value, good_steps = header["loss_scale"]
+    optimizer.loss_scale.resume(float(value), int(good_steps), float(header.get("grad_scale", 1.0)))
     optimizer.traffic.restore(int(header["bytes_sent"]))
-    optimizer.partition.ranks_checked = False
+    optimizer.partition.check_ranks_again()
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------
