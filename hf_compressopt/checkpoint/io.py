@@ -37,7 +37,7 @@ from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
 
-#: What a checkpoint can be of.
+#: The objects whose state a checkpoint can hold.
 Saved = torch.optim.Optimizer | PlainState | GradientCompression | FSDPCompression
 
 

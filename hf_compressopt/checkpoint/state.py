@@ -26,8 +26,8 @@ PLAIN = ("AdamW", "Adam", "FusedAdam", "Lamb")
 COMPRESSED = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
 Names = Sequence[Sequence[str]]  # of the parameters, per param group
 Entries = Mapping[str, TensorEntry]  # the tensors of a checkpoint, by name
-#: What a load reads, into memory that may be the optimizer's own, and a function that then takes over the header, and
-#: what was read into other memory.
+#: The tensors that a load reads, in memory that may be the optimizer's own, and a function that then takes over the
+#: header, and values that were read into other memory.
 LoadPlan = tuple[Sequence[StateTensor], Callable[[], None]]
 
 

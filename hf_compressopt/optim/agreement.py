@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 #: Legal values of ``clip``; "late" clips by the last step's norm, which "sketch" finds.
 CLIPS = ("sketch", "local", "late")
-#: What "sketch" reports as the norm, for the log.
+#: The norm that "sketch" reports, in words for the log.
 ESTIMATE = "an estimate of that of the mean gradient, within some per cent"
 _PRIME = 1_048_573  # just below DIGEST_BOUND
 #: Every so many steps the small message of a compressed step, or of a sync, has a digest of the parameters.
@@ -400,7 +400,7 @@ class RankAgreement:
         return sums[0] > 0, usable
 
     def _snapshot(self) -> list[Any]:
-        """Return what a small message compares of the param groups: what may change between two steps."""
+        """Return the options and flags of the param groups that may change between two steps, for a small message."""
         masks = [state.options.get("exp_avg_mask") for state in self.states]
         now = [(id(mask), 0 if mask is None or mask.is_inference() else mask._version) for mask in masks]
         if self._layouts[0] != now or not now:

@@ -43,7 +43,7 @@ from hf_compressopt.weak import WeakCall
 
 logger = logging.getLogger(__name__)
 
-#: How many times fewer bytes gradients in 4 bits take than in full precision.
+#: Ratio of the bytes of gradients in full precision to those in 4 bits.
 FOUR_BITS_RATIO = 4096 * FLOAT_BYTES / IntegerFormat(4).nbytes(4096)
 
 
@@ -105,26 +105,26 @@ class CompressedOptimizer(torch.optim.Optimizer):
     schedule_class: type[Schedule] = Schedule
     #: Options of the schedule beyond those that all have; None where they are not given.
     _intervals: Mapping[str, int | None] = {}
-    #: Whether there is a variance beside the momentum.
+    #: True if there is a variance beside the momentum.
     has_variance: ClassVar[bool] = False
     #: State tensors beyond the moments.
     extra_state: tuple[ExtraState, ...] = ()
     #: For a stage, the state tensors that are each rank's own beside the errors; "param" stands for the parameters.
     own_tensors: ClassVar[Mapping[Stage, Sequence[str]]] = {}
-    #: Whether errors lie in 8 bits, and a frozen variance too, on a logarithmic scale; else all state is in float32.
+    #: True if errors lie in 8 bits, and a frozen variance too, on a logarithmic scale; else all state is in float32.
     compact: ClassVar[bool] = False
-    #: Whether the servers' last message is the momentum, and takes its place in the compact state.
+    #: True if the servers' last message is the momentum, and takes its place in the compact state.
     momentum_is_message = False
     #: Legal values of ``clip``.
     _clips: tuple[str, ...] = CLIPS[:2]
     #: The ZeRO stage, of an algorithm that shares out its moments, and those that it may have.
     zero_stage: int = 0
     zero_stages: tuple[int, ...] = (0,)
-    #: What is sent after the switch, and what clipping reports then, for the log.
+    #: The values that are sent after the switch, and the norm that clipping reports then, in words for the log.
     _after_the_switch = ("the momentum", "sqrt(mean of the ranks' squared norms), up to sqrt(world size) larger")
 
     lr_warmup: Warmup = Warmup()
-    #: What sends messages of the compressed stage during backward; None if they leave in the step.
+    #: The sender of the compressed stage's messages during backward; None if they leave in the step.
     overlap: OverlapSender | None = None
     step_was_skipped: bool = False
     skipped_steps: int = 0
@@ -233,7 +233,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return float(1 - state.options["betas"][0])
 
     def _begin_group(self, plan: StepPlan, state: GroupState) -> Any:
-        """Return what the buckets of a param group share in a compressed step: ``BucketStep.shared``."""
+        """Return values that the buckets of a param group share in a compressed step: ``BucketStep.shared``."""
 
     def _end_group(self, plan: StepPlan, state: GroupState, shared: Any) -> None:
         """Do what needs whole tensors, after the last bucket of a param group."""
@@ -320,12 +320,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._options_compared = True
 
     def must_be_alike(self) -> list[Any]:
-        """Return what the ranks compare before the first step: class, step and options, as JSON holds them."""
+        """Return class, step and options, as JSON holds them, which the ranks compare before the first step."""
         chosen = [self.bucket_numel, self.scale_block, self.schedule.options(), self._clip, self.max_grad_norm]
         return [type(self).__name__, self._step, repr([*chosen, self.warmup_bits, *self._alike()])]
 
     def _alike(self) -> list[Any]:
-        """Return what else must be alike on all ranks, for them to keep the same parameters."""
+        """Return further options that must be alike on all ranks, for them to keep the same parameters."""
         return []
 
     def _take_step(self, plan: StepPlan, gradients: Grads | None) -> None:
@@ -788,7 +788,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def _parameters_were_replaced(self) -> bool:
-        """Return whether others have written parameters of this rank, of which the next message has to know."""
+        """Return whether others have written parameters of this rank since its last message."""
         return False
 
     def _before_load(self) -> None:

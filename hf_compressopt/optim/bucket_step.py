@@ -35,7 +35,7 @@ class BucketStep:
     errors: BucketErrors
     #: This rank's gradients, one (or None) per parameter of the group; None if the message has left already.
     grads: Sequence[Tensor | None] | None
-    #: What the algorithm's ``_begin_group`` has returned for the step; to be read after the ``yield``.
+    #: The values that the algorithm's ``_begin_group`` has returned; to be read after the ``yield``.
     shared: Any = None
 
     @property

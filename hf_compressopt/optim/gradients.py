@@ -68,7 +68,7 @@ class GradientNoise:
 
 
 def sketch_size(numel: int) -> int:
-    """Return how many numbers the sketch of so many elements has: a power of two."""
+    """Return the count of numbers in the sketch of so many elements: a power of two."""
     return min(SKETCH_NUMEL, 1 << max(_LEAST_BITS, (numel // 16).bit_length() - 1))
 
 

@@ -179,7 +179,7 @@ class GroupState:
         return counts | {extra.name: values[extra.name] for extra in self.extras if extra.per == per}
 
     def readers(self, index: int, moments: Moments | None = None) -> dict[str, Callable[[], Any]]:
-        """Return what returns each value of the state of a parameter; of shared moments this rank's pieces.
+        """Return functions that return each value of a parameter's state, by name; of shared moments this rank's pieces.
 
         ``moments``: those that a load fills, in the place of the group's.
         """
@@ -260,7 +260,7 @@ class GroupState:
         self.find_without_variance()
 
     def descent(self, max_update: float | None = None) -> Descent:
-        """Return how the parameters follow a direction; None or 0 as ``max_update`` is no bound."""
+        """Return the rule by which parameters follow a direction; None or 0 as ``max_update`` is no bound."""
         group = self.options
         lr, bound = float(group["lr"]), float(max_update or math.inf)
         return Descent(lr, 1 - lr * group["weight_decay"], group["eps"], group["eps_inside_sqrt"], bound)

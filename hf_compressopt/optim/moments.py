@@ -63,7 +63,7 @@ class MomentShards:
                 yield span, part_of(exp_avg, span), part_of(exp_avg_sq, span)
 
     def pieces(self, index: int) -> list[dict[str, Any]]:
-        """Return what this rank has of a parameter's moments, as a state dict of ZeroOptimizer has it."""
+        """Return this rank's pieces of a parameter's moments, as a state dict of ZeroOptimizer has them."""
         return [
             {"start": span.start, "stop": span.stop, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             for span, exp_avg, exp_avg_sq in self.parts()
@@ -173,7 +173,7 @@ class Moments:
         self.shards = None
 
     def adam_operands(self, rows: list[int], params: Sequence[Tensor], steps: Tensor, *, fused: bool) -> AdamOperands:
-        """Return what takes Adam's step of the parameters with these numbers; it is made once."""
+        """Return the operands of Adam's step of the parameters with these numbers, which are made once."""
         made_of = (rows, fused)
         kept = self._adam
         known = kept is not None and kept.made_of == made_of
@@ -260,7 +260,7 @@ class Moments:
 
     @property
     def tops_of_codes(self) -> Tensor | None:
-        """What a variance in codes needs beside them, [parameters] int32; None for one in float32."""
+        """The highest points of a variance in codes, [parameters] int32; None for one in float32."""
         return None
 
     @property

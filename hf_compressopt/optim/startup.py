@@ -191,7 +191,7 @@ def trained_of(states: Iterable[GroupState]) -> list[str]:
 
 
 def rows_of(state: GroupState) -> list[str]:
-    """Return what is fixed of each parameter of a group, in words; of other ranks' own groups names may differ."""
+    """Return name, shape, dtype and kind of each parameter of a group; in other ranks' own groups names may differ."""
     mask = state.options.get("exp_avg_mask")
     kind = "" if state.compressed else ", non_freeze"
     if mask is not None:
@@ -206,7 +206,7 @@ def _bits(tensors: Iterable[Tensor]) -> int:
 
 
 def _tolerance(tensor: Tensor, steps: int) -> float:
-    """Return by how much, of its largest element, rounding makes a tensor of one rank another one in so many steps."""
+    """Return the difference, as a share of its largest element, that rounding makes of a tensor in so many steps."""
     return min(_MOST, 8 * math.sqrt(steps) * torch.finfo(tensor.dtype).eps)
 
 

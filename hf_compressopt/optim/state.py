@@ -121,7 +121,7 @@ _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: what the header of a state says beside options."""
+    """The counts of a run so far, which the header of a state has beside options."""
 
     step: int
     lr_warmup: Warmup

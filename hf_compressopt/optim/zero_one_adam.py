@@ -111,13 +111,13 @@ class LocalInterval:
             self._written = written if self._written is None else self._written.to(now.device) | written
 
     def written(self, device: torch.device) -> Tensor:
-        """Return whether anyone has written parameters since the last sync, [] float64."""
+        """Return 1 if others have written parameters of this rank since the last sync, else 0, [] float64."""
         if self._written is None:
             return torch.zeros((), dtype=torch.float64, device=device)
         return self._written.to(device, torch.float64)
 
     def was_written(self) -> bool:
-        """Return what :meth:`written` does, for the host, after another look."""
+        """Return :meth:`written` as a bool for the host, after another look."""
         self.look()
         return self._written is not None and bool(self._written)
 
