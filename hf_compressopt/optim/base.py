@@ -18,7 +18,7 @@ from hf_compressopt import kernels
 from hf_compressopt.announce import Announcement, write_log
 from hf_compressopt.collectives.backward import take_over, watch_clipping
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
-from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce, in_runs, run_tasks
+from hf_compressopt.collectives.exchange import BucketErrors, in_runs, run_tasks
 from hf_compressopt.collectives.gradients import average_group
 from hf_compressopt.collectives.sender import StepPasses
 from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
@@ -30,7 +30,7 @@ from hf_compressopt.kernels import Combination, IntegerFormat
 from hf_compressopt.kernels.memory import in_float32
 from hf_compressopt.optim import options
 from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, RankAgreement
-from hf_compressopt.optim.bucket_step import BucketStep, Exchange, finish
+from hf_compressopt.optim.bucket_step import BucketStep, Exchange, exchange_buckets, message_of
 from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group import ExtraState, GroupForm, GroupState, ParamGroups, by_communicator
 from hf_compressopt.optim.math import evaluate
@@ -367,43 +367,16 @@ class CompressedOptimizer(torch.optim.Optimizer):
                     steps.append(BucketStep(plan, state, bucket, errors, grads, shared[state.number]))
             kinds = [[each for each in steps if each.bucket.in_full is in_full] for in_full in (False, True)]
             runs = (in_runs(kind, lambda each: each.bucket.numel, communicator) for kind in kinds)
-            run_tasks(self._step_of_buckets(run) for run in chain.from_iterable(runs))
+            run_tasks(exchange_buckets(run, self._compressed, self.overlap) for run in chain.from_iterable(runs))
         for state in states:
             state.end_compressed_step()
             self._end_group(plan, state, shared[state.number])
-
-    def _step_of_buckets(self, run: Sequence[BucketStep]) -> Task[None]:
-        """Take the compressed step of a run of buckets: make the messages, exchange them, update the parameters."""
-        waiting: list[tuple[BucketStep, Exchange]] = []
-        messages: list[Combination] = []
-        for step in run:
-            average = None if self.overlap is None else self.overlap.take_average(step.state, step.bucket)
-            if average is not None:
-                step.drop_gradients()  # its message needs none any more
-            exchange = self._compressed(step)
-            message = next(exchange)
-            if average is None:
-                waiting.append((step, exchange))
-                messages.append(message)
-            else:  # whose message was sent during backward
-                finish(exchange, step.state.masked(step.bucket, average))
-        if not waiting:
-            return
-        first, _ = waiting[0]
-        errors = [step.errors for step, _ in waiting]
-        task = all_reduce(messages, errors, first.state.form_of(first.bucket), first.state.communicator)
-        del messages, message  # gradients may be freed while their messages travel
-        for (step, exchange), average in zip(waiting, (yield from task), strict=True):
-            finish(exchange, step.state.masked(step.bucket, average))
 
     def _message_of(
         self, plan: StepPlan, state: GroupState, bucket: Bucket, errors: BucketErrors, grads: Sequence[Tensor | None]
     ) -> Combination:
         """Return the message of a bucket that leaves during backward; step() takes its average."""
-        exchange = self._compressed(BucketStep(plan, state, bucket, errors, grads))
-        message = next(exchange)
-        exchange.close()
-        return message
+        return message_of(self._compressed(BucketStep(plan, state, bucket, errors, grads)))
 
     def _end_warmup(self, plan: StepPlan) -> None:
         """Switch to the compressed stage: errors of gradients become errors of the momentum that they are part of."""

@@ -2,20 +2,20 @@
 
 An algorithm is a generator per bucket, which is read from top to bottom: it yields what this rank wants to send, and is
 sent the compressed average of what all ranks have sent. Whether the message leaves in the step or during backward,
-alone or beside others, and what becomes of the errors of a step that is not taken, is the optimizer's matter. What
-stands before the ``yield`` only reads: it runs again where a message is made during backward.
+alone or beside others, is decided by :func:`exchange_buckets`. What stands before the ``yield`` only reads: it runs
+again where a message is made during backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.collectives.exchange import BucketErrors
+from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, Variance
 from hf_compressopt.optim.group import GroupState, ParameterSegments
@@ -104,7 +104,50 @@ class BucketStep:
         return self.state.parameter_segments(self.bucket, moving)
 
 
-def finish(exchange: Exchange, average: Average) -> None:
+class SendsAverages(Protocol):
+    """The sender of messages that leave during backward."""
+
+    def take_average(self, state: GroupState, bucket: Bucket) -> Average | None: ...
+
+
+def exchange_buckets(
+    run: Sequence[BucketStep], algorithm: Callable[[BucketStep], Exchange], sent: SendsAverages | None
+) -> Task[None]:
+    """Take the compressed step of buckets of the same form, whose messages travel together.
+
+    ``sent``: the sender of messages during backward, which has the averages of some of them perhaps.
+    """
+    waiting: list[tuple[BucketStep, Exchange]] = []
+    messages: list[Combination] = []
+    for step in run:
+        average = None if sent is None else sent.take_average(step.state, step.bucket)
+        if average is not None:
+            step.drop_gradients()  # its message needs none any more
+        exchange = algorithm(step)
+        message = next(exchange)
+        if average is None:
+            waiting.append((step, exchange))
+            messages.append(message)
+        else:
+            _finish(exchange, step.state.masked(step.bucket, average))
+    if not waiting:
+        return
+    first, _ = waiting[0]
+    errors = [step.errors for step, _ in waiting]
+    task = all_reduce(messages, errors, first.state.form_of(first.bucket), first.state.communicator)
+    del messages, message  # gradients may be freed while their messages travel
+    for (step, exchange), average in zip(waiting, (yield from task), strict=True):
+        _finish(exchange, step.state.masked(step.bucket, average))
+
+
+def message_of(exchange: Exchange) -> Combination:
+    """Return the message of an exchange whose average another one will take."""
+    message = next(exchange)
+    exchange.close()
+    return message
+
+
+def _finish(exchange: Exchange, average: Average) -> None:
     """Send an exchange its average, after which it ends."""
     try:
         exchange.send(average)

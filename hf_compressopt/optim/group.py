@@ -179,7 +179,7 @@ class GroupState:
         return counts | {extra.name: values[extra.name] for extra in self.extras if extra.per == per}
 
     def readers(self, index: int, moments: Moments | None = None) -> dict[str, Callable[[], Any]]:
-        """Return functions that return each value of a parameter's state, by name; of shared moments this rank's pieces.
+        """Return functions that read each value of a parameter's state, by name; of shared moments this rank's pieces.
 
         ``moments``: those that a load fills, in the place of the group's.
         """

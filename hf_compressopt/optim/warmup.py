@@ -165,7 +165,7 @@ class WarmupGradients:
         return [state for state in self._states if signs and state.compressed and state.own_rank is None]
 
     def largest_variances(self, plan: StepPlan) -> Tensor | None:
-        """Return the numbers that :meth:`signs` needs, [parameters], None if it needs none; not fetched from the device."""
+        """Return the numbers that :meth:`signs` needs, [parameters] on the device; None if it needs none."""
         largest = [state.moments.largest_variances() for state in self._guarded(plan)]
         return torch.cat([each.to(self._communicator.device, torch.float64) for each in largest]) if largest else None
 
