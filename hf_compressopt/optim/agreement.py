@@ -42,9 +42,11 @@ class SentMessages(Protocol):
     """Messages of the compressed stage that leave during backward."""
 
     agreed: bool  # the ranks have agreed on the messages that count, or there are none
+    a_hook_sends: bool  # DistributedDataParallel's
 
     @property
     def signature(self) -> list[tuple[int, int]]: ...  # the buckets whose messages count
+    def due(self, plan: StepPlan, before: StepPlan) -> bool: ...  # whether backward sends; alike on all ranks
     def complete(self) -> None: ...
     def put_into(self, gradients: Gradients) -> None: ...
     def left(self, gradients: Sequence[Sequence[Tensor | None]]) -> frozenset[int]: ...  # ids of gradients
@@ -132,6 +134,20 @@ class RankAgreement:
         begins = startup.compared_at != plan.step and before is not None and before.stage is not plan.stage
         if begins or not startup.checked:
             startup.check(plan, before, alike)
+
+    def compare_passes(self, plan: StepPlan, before: StepPlan, *, measures_variance: bool) -> None:
+        """Compare the passes of all ranks before the first message of a step that may meet those of another pass.
+
+        So may one by messages that leave in backward, the first one after steps by averaged gradients, and one that
+        measures how stable the variance is. The others compare passes in messages of the same form.
+        """
+        if self.passes.are_met or self.communicator.world_size == 1 or not self.passes.are_known:
+            return
+        is_first = plan.step > 1 and before.reduce_grads and not plan.reduce_grads
+        if is_first or (self._overlap is not None and self._overlap.a_hook_sends and self._overlap.due(plan, before)):
+            self.passes.meet(self.communicator)
+        elif measures_variance:
+            self.passes.meet(self.communicator, now=False)
 
     def asks(self, plan: StepPlan) -> bool:
         """Return whether a gradient that is not finite on one rank skips this step on all."""

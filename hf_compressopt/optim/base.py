@@ -294,24 +294,15 @@ class CompressedOptimizer(torch.optim.Optimizer):
         plan, before = self.plan, self.last_plan if self._step > 0 else None
         if self._announcement.is_open:
             self._announcement.begin(self, self._describe_start)
-        self.compare_passes()
+        self._compare_passes()
         self._agreement.check(plan, before, self.must_be_alike)
         return plan
 
-    def compare_passes(self) -> None:
-        """Compare the passes of all ranks before the first message of a step that may meet those of another pass.
-
-        So may one by messages that leave in backward, the first one after steps by averaged gradients, and one that
-        measures how stable the variance is. The others compare passes in messages of the same form.
-        """
-        if self.passes.are_met or self.communicator.world_size == 1 or not self.passes.are_known:
-            return
-        plan, before = self.plan, self.last_plan
-        is_first = self._step > 0 and before.reduce_grads and not plan.reduce_grads
-        if is_first or (self.overlap is not None and self.overlap.a_hook_sends and self.overlap.due(plan, before)):
-            self.passes.meet(self.communicator)
-        elif self.freeze_step == AUTO and plan.reduce_grads and not plan.stage.number:
-            self.passes.meet(self.communicator, now=False)
+    def _compare_passes(self) -> None:
+        """Compare the passes of all ranks if the next message may meet one of another pass."""
+        plan = self.plan
+        measures_variance = self.freeze_step == AUTO and plan.reduce_grads and not plan.stage.number
+        self._agreement.compare_passes(plan, self.last_plan, measures_variance=measures_variance)
 
     def require_same_options(self) -> None:
         """Raise on all ranks, before the first message, if they differ in class, step or options. All ranks call."""
@@ -501,7 +492,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def overflow_anywhere(self) -> bool:
         """Return whether the gradients of the coming step are not finite on any rank. All ranks call."""
-        self.compare_passes()
+        self._compare_passes()
         return self._agreement.overflow_anywhere(self.plan)
 
     # -- the schedule --------------------------------------------------------------------------------------------------
