@@ -211,8 +211,9 @@ def check_plain(group: dict[str, Any], saved: Any, number: int) -> None:
             raise ValueError(f"{key} must be of the kind of {here!r}, got {value!r} in param group {number}")
         if key in ("lr", "eps", "weight_decay") and _kind(value) is float:
             check_at_least(f"{key} of param group {number}", value, 0)
-        for beta in value if key == "betas" else ():  # a few optimizers have three
-            check_betas((beta, beta))
+        if key == "betas":
+            for beta in value:  # a few optimizers have three
+                check_betas((beta, beta))
 
 
 def _kind(value: Any) -> Any:
