@@ -144,7 +144,8 @@ class StartupCheck:
                 if all(bits == everyone[0] for bits in everyone):
                     continue
                 apart = True
-                if _take_first_ranks(states, step - 1, communicator) > 1:
+                replicated = (tensor for state in states for tensor in _replicated(state))
+                if distance_from_first(replicated, step - 1, communicator, take=True) > 1:
                     error = ValueError(
                         "the parameters of the ranks differ by more than rounding at the end of the warmup stage: "
                         "average all gradients over the ranks while optimizer.plan.reduce_grads, and start all ranks "
@@ -210,22 +211,26 @@ def _tolerance(tensor: Tensor, steps: int) -> float:
     return min(_MOST, 8 * math.sqrt(steps) * torch.finfo(tensor.dtype).eps)
 
 
-def _take_first_ranks(states: Sequence[GroupState], steps: int, communicator: Communicator) -> float:
-    """Replace parameters, moments and coefficients by rank 0's. All ranks call.
+def distance_from_first(
+    tensors: Iterable[Tensor], steps: int, communicator: Communicator, *, take: bool = False
+) -> float:
+    """Return the largest difference from rank 0's tensors on any rank, and ``take`` these if wanted. All ranks call.
 
-    Returns the largest difference on any rank; up to 1 it is what rounding makes in so many steps.
+    Up to 1 the difference is what rounding makes in so many steps.
     """
     worst = torch.zeros((), dtype=torch.float64, device=communicator.device)
-    for tensor in (tensor for state in states for tensor in _replicated(state)):
+    for tensor in tensors:
         tolerance = _tolerance(tensor, steps)
         difference = largest = torch.zeros((), dtype=torch.float64, device=tensor.device)
         flat = tensor.reshape(-1)  # a view, or a copy of what has other strides
         for chunk in torch.split(flat, _CHUNK):
-            before = chunk.double()
-            communicator.broadcast(chunk)
-            difference = torch.maximum(difference, (before - chunk.double()).abs().max())
-            largest = torch.maximum(largest, chunk.abs().max().double())
-        if flat.data_ptr() != tensor.data_ptr():
+            first = chunk.clone()
+            communicator.broadcast(first)
+            difference = torch.maximum(difference, (chunk.double() - first.double()).abs().max())
+            largest = torch.maximum(largest, first.abs().max().double())
+            if take:
+                chunk.copy_(first)
+        if take and flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
         share = torch.where(difference > 0, difference / (largest * tolerance), 0.0)
         worst = torch.maximum(worst, torch.nan_to_num(share, nan=torch.inf, posinf=torch.inf))
@@ -233,22 +238,7 @@ def _take_first_ranks(states: Sequence[GroupState], steps: int, communicator: Co
     return float(worst)
 
 
-def distance_from_first(tensors: Iterable[Tensor], steps: int, communicator: Communicator) -> float:
-    """Return the largest difference from rank 0's tensors on any rank, as _take_first_ranks() does. All ranks call."""
-    worst = torch.zeros((), dtype=torch.float64, device=communicator.device)
-    for tensor in tensors:
-        difference = largest = torch.zeros((), dtype=torch.float64, device=tensor.device)
-        for chunk in torch.split(tensor.reshape(-1), _CHUNK):
-            first = chunk.clone()
-            communicator.broadcast(first)
-            difference = torch.maximum(difference, (chunk.double() - first.double()).abs().max())
-            largest = torch.maximum(largest, first.abs().max().double())
-        share = torch.where(difference > 0, difference / (largest * _tolerance(tensor, steps)), 0.0)
-        worst = torch.maximum(worst, torch.nan_to_num(share, nan=torch.inf, posinf=torch.inf))
-    communicator.all_reduce(worst, op="max").wait()
-    return float(worst)
-
-
 def _replicated(state: GroupState) -> Iterator[Tensor]:
-    held = (*state.params, state.exp_avg, state.exp_avg_sq, *state.extra.values())
-    yield from (tensor.detach() for tensor in held if tensor.numel())
+    """Yield parameters, moments and coefficients, which all ranks have alike."""
+    tensors = (*state.params, state.exp_avg, state.exp_avg_sq, *state.extra.values())
+    yield from (tensor.detach() for tensor in tensors if tensor.numel())
