@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from hf_compressopt.collectives.buffers import broadcast_together
@@ -30,7 +31,7 @@ from hf_compressopt.collectives.sender import SendRecord, listed
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.clipping import teach_torch_to_mix
 from hf_compressopt.fsdp.units import Unit, outside
-from hf_compressopt.grad_compression import GradientCompression
+from hf_compressopt.grad_compression import FULL, GradientCompression
 from hf_compressopt.optim.math import bit_sum
 from hf_compressopt.weak import Hooks
 
@@ -54,6 +55,7 @@ class BesideUnits:
         mesh: DeviceMesh,
         compression: str,
         gradient_came: Callable[[], None],
+        backward_begins: Callable[[], None],
         **options: Any,
     ) -> None:
         """Find them. All ranks call.
@@ -64,17 +66,20 @@ class BesideUnits:
             mesh: All ranks that train the model.
             compression: The form in which the gradients travel, as for GradientCompression.
             gradient_came: Is called for each of their gradients, in every backward pass.
+            backward_begins: Is called where a backward pass through the model begins, on all ranks: a rank may have no
+                gradient of them, and takes part in averaging those of others.
             **options: Further options of GradientCompression.
         """
         self.averages: GradientCompression | None = None
         self._model, self._units, self._replicated = model, units, mesh.ndim == 2
-        self._compression, self._gradient_came = compression, gradient_came
+        self._compression, self._gradient_came, self._backward_begins = compression, gradient_came, backward_begins
         self._options = {**options, "process_group": _group_of(mesh)}
         self._own = SendRecord("compress_fsdp")  # of what each rank keeps for itself
         self._told_of_reentrant = False
         self._hooks = Hooks()
         self.find()
         self._late = model.register_forward_pre_hook(self._find_late)
+        model.register_forward_hook(self._watch_output)
         _watch_steps()  # to refuse optimizers that average these parameters, or send their gradients, by themselves
         _LIVING.add(self)
 
@@ -84,6 +89,14 @@ class BesideUnits:
         return self.averages is not None and all(
             unit.is_synchronizing and not (self._replicated and unit.more_to_come) for unit in self._units
         )
+
+    def unfrozen_in(self, given: set[int]) -> list[str]:
+        """Name those of some parameters, by id, that have gradients, and whose units were frozen: no hook has them."""
+        if self._compression == FULL:
+            return []
+        frozen = [unit for unit in self._units if not unit.names]
+        found = {id(p) for unit in frozen for p in unit.params if p.grad is not None} & given
+        return [name for name, param in self._model.named_parameters() if id(param) in found] if found else []
 
     def describe(self) -> str:
         """What becomes of them, for a log, to be put behind a sentence; "" if there are none."""
@@ -167,6 +180,14 @@ class BesideUnits:
         self._gradient_came()
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _watch_output(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self.averages is None or not torch.is_grad_enabled():
+            return
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._backward_begins())  # type: ignore[no-untyped-call]
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _find_late(self, model: nn.Module, args: Any) -> None:
         if model.training and torch.is_grad_enabled():
             self._late.remove()
@@ -184,11 +205,17 @@ def _watch_steps() -> None:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise before the step of an optimizer of this package that sends gradients; torch calls this on all ranks."""
+    """Raise before a step with gradients that nobody here has averaged, or that two do; torch calls on all ranks."""
+    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for names in [found for each in _LIVING if (found := each.unfrozen_in(given))]:
+        raise RuntimeError(
+            f"grad_compression has not averaged the gradients of {listed(names)}: all parameters of their units, of "
+            "one fully_shard call each, were frozen when it began. Make parameters trainable before compress_fsdp, or "
+            "prepare(), and freeze for a time by leaving them out of the optimizer's param groups"
+        )
     if not hasattr(optimizer, "trainable_parameters"):
         return
     averaged = [each.averages for each in _LIVING if each.averages is not None]
-    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for averages in averaged:
         if names := [name for name, p in zip(averages.names, averages.params, strict=True) if id(p) in given]:
             raise ValueError(

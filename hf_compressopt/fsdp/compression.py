@@ -48,6 +48,7 @@ from hf_compressopt.fsdp.exact import ExactGathers
 from hf_compressopt.fsdp.units import Unit, units_of
 from hf_compressopt.grad_compression import (
     FORMATS,
+    FULL,
     GradientCompression,
     bits_of,
     check_place,
@@ -230,6 +231,16 @@ class UnitErrors:
                 yield "worker_error", rank, begin, worker[first : first + min(columns, self.unit.numel - begin)]
 
 
+def _check_replicated(units: Sequence[Unit]) -> None:
+    for unit in units:
+        if unit.names and not unit.is_replicated:
+            raise ValueError(
+                f"compression={FULL!r} leaves the gradients of units to FSDP2, which averages that of {unit.names[0]} "
+                "inside each replica alone, since it is sharded by mesh['shard']: shard it by the mesh of 2 "
+                "dimensions, or give 'int4' or 'int8', whose messages travel between the replicas"
+            )
+
+
 class Allocator:
     """The base of FSDP2's collectives: torch's Comm, whose import takes seconds."""
 
@@ -275,6 +286,8 @@ class FSDPCompression:
         trained = [unit for unit in units if unit.names and bits in FORMATS.values()]
         made_of = bucket_numel, self.communicator, bits
         self._units = [UnitErrors(unit, *made_of, replicated=self.replicated) for unit in trained]
+        if self.replicated and bits not in FORMATS.values():
+            _check_replicated(units)
         several = next((each for each in (self.communicator, self.replica) if each.world_size > 1), None)
         self._record = SendRecord("compress_fsdp", communicator=several)
         for unit in trained:
@@ -284,6 +297,7 @@ class FSDPCompression:
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._loss_scale, self._scale = loss_scale, 1.0  # the latter in the pass under way
         self._checked, self._pass = False, -1
+        self._outer, self._ended = -1, False  # the pass that the model's output began, and whether one ended in it
         self._faults: list[Tensor] = []
         members = partial(_members, self._units)
         self._handed_out = HandedOut(members, watches_steps=True, hooks=False)
@@ -292,7 +306,8 @@ class FSDPCompression:
         if not self.replicated:
             self._check_ranks()
         options: dict[str, Any] = {"bucket_cap_mb": bucket_numel * 4 / 2**20, "loss_scale": loss_scale}
-        self._beside = BesideUnits(model, units, mesh, name_of(bits), self._enter_pass, **options)
+        hooks = self._enter_pass, self._backward_begins
+        self._beside = BesideUnits(model, units, mesh, name_of(bits), *hooks, **options)
         ranks = TorchCommunicator(mesh.get_group(0), device=device)  # with counters of its own
         self._gathers = ExactGathers(units, ranks) if exact and ranks.world_size > 1 else None
         for errors in self._units:
@@ -478,6 +493,17 @@ class FSDPCompression:
             errors.begin_pass(kept(errors.members))
         after_backward(self._end_pass)  # FSDP2 itself may send units at the end
 
+    def _backward_begins(self) -> None:
+        """Take part in the end of a pass, in which this rank may have no gradient beside the units, as others have."""
+        task = torch._C._current_graph_task_id()
+        if task != self._outer:
+            self._outer, self._ended = task, False
+            after_backward(self._end_without_gradients)
+
+    def _end_without_gradients(self) -> None:
+        if self._pass == -1 and not self._ended and self._beside.are_due:
+            self._enter_pass()
+
     @torch.no_grad()
     def _end_pass(self) -> None:
         """Decide together with the other shards whether the errors of the pass count."""
@@ -493,7 +519,7 @@ class FSDPCompression:
         for errors in self._units:
             errors.end_pass(dropped)
         self._handed_out.hand_out()
-        self._pass, self._faults = -1, []
+        self._pass, self._faults, self._ended = -1, [], True
         beside = self._beside.averages if self._beside.are_due else None
         if beside is not None:
             self._beside.average(beside)

@@ -166,6 +166,12 @@ def _check(unit: Unit) -> None:
             "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) (Trainer: --bf16; Accelerate: "
             "mixed_precision='bf16'), or leave param_compression out"
         )
+    if unit.gathers_its_own_way:
+        raise TypeError(
+            f"param_compression=exact sends changes of the parameters themselves, and the unit of "
+            f"{type(unit.module).__name__} has some that say by fsdp_pre_all_gather what is gathered of them, as "
+            "torchao's float8 does: leave one of the two out"
+        )
     if unit.gathers_in_parts:
         raise ValueError(
             f"param_compression=exact needs reshard_after_forward=True or False in fully_shard, and the unit of "

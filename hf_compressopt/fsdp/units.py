@@ -56,6 +56,11 @@ class Unit:
         return bool(self.group.reduce_grads)
 
     @property
+    def is_replicated(self) -> bool:
+        """True if FSDP2 itself averages gradients between replicas."""
+        return _replicates(self.group)
+
+    @property
     def params(self) -> list[Any]:
         """The trainable parameters, as DTensors."""
         return [param for param in map(_parameter_of, self.group.fsdp_params) if param.requires_grad]
@@ -95,6 +100,11 @@ class Unit:
         """The dtypes in which FSDP2 gathers the parameters, frozen ones too."""
         policy = self.group.mp_policy
         return {policy.param_dtype or _parameter_of(param).dtype for param in self.group.fsdp_params}
+
+    @property
+    def gathers_its_own_way(self) -> bool:
+        """True if a parameter is a tensor subclass that says itself what is gathered of it, as for float8."""
+        return any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in self.group.fsdp_params)
 
     @property
     def gathers_in_parts(self) -> bool:

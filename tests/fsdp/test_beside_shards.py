@@ -369,6 +369,31 @@ def test_adapters_that_one_rank_does_not_use_are_averaged() -> None:
     assert all(mine.any() and np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
+def head_of_rank_0(rank: int, world_size: int, compression: str) -> list[float]:
+    """A parameter that came late, and that rank 1 uses in the first of three passes only; its gradients."""
+    net = base(frozen=False)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=mesh)
+    net.scale = nn.Parameter(torch.ones(()))
+    compress_fsdp(net, mesh, compression)
+    found, optimizer = [], optimizer_of(net)
+    for step in range(3):
+        out = net(data(step))
+        out = out * net.scale if rank == 0 or step == 0 else out
+        out.square().mean().backward()
+        found.append(float(net.scale.grad))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("compression", ["float32", "int4"])
+def test_a_rank_that_uses_nothing_beside_the_shards_averages_with_the_others(compression: str) -> None:
+    one, other = run_ranks(2, head_of_rank_0, compression)
+    assert one == other and all(one)
+
+
 def unequal_adapters(rank: int) -> None:
     net, mesh = sharded(2, frozen=True)
     if rank == 1:
@@ -434,7 +459,28 @@ def shards_in_a_compressed_optimizer(rank: int) -> None:
     OnebitAdam([p for p in net.parameters() if p.requires_grad], freeze_step=2)
 
 
+def unfrozen_unit(rank: int) -> None:
+    net, mesh = base(frozen=False), init_device_mesh("cpu", (2,))
+    net[0].requires_grad_(False)
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=mesh)
+    compress_fsdp(net, mesh)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    backward(net, 0, "")
+    optimizer.step()
+    net[0].requires_grad_(True)
+    backward(net, 1, "")
+    optimizer.step()
+
+
+def replicas_apart(rank: int) -> None:
+    net, mesh = base(frozen=False), init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    compress_fsdp(fully_shard(net, mesh=mesh["shard"]), mesh, "float32")
+
+
 REFUSED = [
+    (unfrozen_unit, "has not averaged the gradients of 0.weight, 0.bias: all parameters of their units"),
+    (replicas_apart, "leaves the gradients of units to FSDP2, which averages that of 0.weight inside each replica"),
     (unequal_adapters, "differ from rank 0 in the trainable parameters beside those that FSDP2 shards: .* 4.down"),
     (foreign_shard, "cannot average the gradients of 0.up, DTensors that no fully_shard"),
     (unequal_passes, "the ranks have different numbers of backward passes"),
