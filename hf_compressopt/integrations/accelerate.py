@@ -7,15 +7,20 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial, wraps
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from accelerate.utils.constants import OPTIMIZER_NAME
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.amp import GradScaler, innermost
@@ -27,6 +32,7 @@ from hf_compressopt.collectives.buffers import SharedBuffers
 from hf_compressopt.collectives.ddp import refuse_gradient_readers
 from hf_compressopt.collectives.sender import SendRecord, is_answered_for, named_parameters
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.format.index import BY_PLACE, INDEX_NAME, CheckpointIndex
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.integrations import log
@@ -47,10 +53,13 @@ from hf_compressopt.integrations.models import (
 )
 from hf_compressopt.integrations.plugin import UNREAD, CompressOptPlugin
 from hf_compressopt.integrations.run_options import NONE, RunOptions
+from hf_compressopt.optim.state import STATE_KEY
 from hf_compressopt.options import texts_of
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
+#: Seconds after which a rank says that it waits for others.
+PATIENCE = 20
 _MARK = "_hf_compressopt"  # of a method that is wrapped
 #: Options of which one, as a variable, makes ``python -m hf_compressopt.run`` attach every accelerator.
 _CHOICES = ("optimizer", "grad_compression", "zero_stage")
@@ -71,6 +80,7 @@ class Attachment:
     in_checkpoint: bool = False  # all ranks are saving a checkpoint
     lengths: list[log.SchedulerLength] = field(default_factory=list)  # that no step has confirmed yet
     rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done
+    meetings: int = 0  # of all ranks, where each of them calls the same
 
     def take(self, options: RunOptions) -> None:
         """Take the options of a Trainer or of a plug-in."""
@@ -82,7 +92,7 @@ class Attachment:
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
-        """Inside, all ranks save a checkpoint, so that what they save may be averaged."""
+        """Inside, all ranks save the model of a checkpoint, for which its parameters were averaged."""
         self.in_checkpoint = True
         try:
             yield
@@ -380,9 +390,17 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward as Accelerate does, on the loss times the loss scale that a ZeroOptimizer divides by again."""
-        scales = {optimizer.loss_scale.value for optimizer in filter(owns_gradients, self.optimizers_inside())}
+        optimizers = self.optimizers_inside()
+        scales = {optimizer.loss_scale.value for optimizer in filter(owns_gradients, optimizers)}
         if len(scales) > 1:
             raise ValueError(f"one backward cannot serve ZeroOptimizers of different loss scales, got {sorted(scales)}")
+        if scales - {1.0} and not all(map(owns_gradients, optimizers)):
+            other = next(optimizer for optimizer in optimizers if not owns_gradients(optimizer))
+            raise ValueError(
+                f"a ZeroOptimizer's loss_scale of {scales.pop()} scales the gradients of {type(other).__name__} too, "
+                "which does not divide by it: leave loss_scale out, and give the accelerator mixed_precision='fp16', "
+                "whose scaler serves all optimizers"
+            )
         state = self._compressopt
         state.lengths = [length for length in state.lengths if not length.is_settled()]
         if not state.checked and self.num_processes > 1:
@@ -445,7 +463,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save as Accelerate does; compressed optimizers' states go to safetensors shards. All ranks call."""
-        self._compressopt.models.close_passes("saves its state")
+        self._close_passes("saves its state")
         io.wait_for_saves()  # Accelerate may remove older folders first
         with ExitStack() as stack:
             for optimizer in self.our_optimizers():
@@ -460,12 +478,22 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def end_training(self) -> None:
         """End the training as Accelerate does, after the saves in the background, and say what the run has sent."""
-        self._compressopt.models.close_passes("ends the training")
+        self._close_passes("ends the training")
         io.wait_for_saves()
         line = closing_line(*self.our_optimizers(), *self._compressopt.models.compressions())
         if line and self.is_main_process:
             logger.info("%s", line)
         super().end_training()
+
+    def _close_passes(self, doing: str) -> None:
+        """Raise an error on all ranks if one is still in a backward pass. All ranks call; one alone is told so."""
+        models, ours = self._compressopt.models, self.our_optimizers()
+        if self.num_processes > 1 and (ours or models.compressions()):
+            self._compressopt.meetings += 1
+            tell_who_is_missing(doing, self._compressopt.meetings)
+        models.close_passes(doing)
+        for optimizer in filter(owns_gradients, ours):
+            optimizer.partition.reducer.backward.passes.close(doing)
 
     def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
         state = self._compressopt
@@ -475,6 +503,29 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     def _load_shards(self, models: list[nn.Module], directory: str) -> None:
         load_shards(self.optimizers_inside(), models, directory, self.device, self._compressopt.loading)
         load_compressions(self._compressopt.models.compressions(), directory)
+
+
+def tell_who_is_missing(doing: str, number: int) -> None:
+    """Warn of ranks that do not come where all must call: messages to them, which follow, would never be answered.
+
+    They tell by the store of the process group, with the ``number`` of their meeting.
+    """
+    store = PrefixStore(f"compressopt/{doing}/{number}", dist.distributed_c10d._get_default_store())
+    names = list(map(str, range(dist.get_world_size())))
+    store.set(names[dist.get_rank()], "here")
+    try:
+        store.wait(names, timedelta(seconds=PATIENCE))
+    except RuntimeError:  # the time is over
+        missing = [name for name in names if not store.check([name])]
+        logger.warning(
+            "rank %d %s, and for %d s rank %s has not come to do so: save_state() and end_training() are for all "
+            "ranks, and not for the main process alone, as inside `if accelerator.is_main_process`, which would wait "
+            "for ever",
+            dist.get_rank(),
+            doing,
+            PATIENCE,
+            ", ".join(missing),
+        )
 
 
 # -- states in shards, beside the files of the host -------------------------------------------------------------------
@@ -508,7 +559,9 @@ def load_shards(
     last = len(optimizers) - 1
 
     def is_saved(number: int, optimizer: torch.optim.Optimizer) -> bool:
-        return any_rank(io.has_checkpoint(directory, prefix=log.prefix_of(number)), optimizer, device)
+        place = next(place for place, each in enumerate(optimizers) if each is optimizer)
+        host_file = f"{OPTIMIZER_NAME}.bin" if place == 0 else f"{OPTIMIZER_NAME}_{place}.bin"
+        return is_saved_in_shards(directory, host_file, optimizer, device, prefix=log.prefix_of(number))
 
     everybody = bool(optimizers) and is_saved(last, optimizers[last])
     for number, optimizer in enumerate(optimizers if everybody else filter(saves_shards, optimizers)):
@@ -540,13 +593,45 @@ def _errors_prefix(number: int) -> str:
     return f"{log.prefix_of(number)}_gradients"
 
 
-def any_rank(answer: bool, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """True if the answer of any rank that has this optimizer is True. All ranks call."""
-    if saves_shards(optimizer):
-        return any(optimizer.communicator.all_gather_object(answer))
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return answer
-    return any(TorchCommunicator(device=device).all_gather_object(answer))
+def is_saved_in_shards(
+    directory: str,
+    host_file: str,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    *,
+    prefix: str = io.DEFAULT_PREFIX,
+) -> bool:
+    """True if a folder has an optimizer's state in shards, on any rank that has this optimizer. All ranks call.
+
+    Beside shards the host's own file is a stub. If it holds a state, a later run into the same folder wrote it, which
+    has left the shards of an earlier one, and that state counts.
+    """
+    found = io.has_checkpoint(directory, prefix=prefix)
+    mine = [found, found and _is_older(Path(directory), host_file, prefix)]
+    several = dist.is_available() and dist.is_initialized()
+    others = TorchCommunicator(device=device, alone=not several)
+    ranks = optimizer.communicator if saves_shards(optimizer) else others
+    everyone = ranks.all_gather_object(mine)
+    outdated = any(older for _, older in everyone)
+    if outdated and ranks.rank == 0:
+        logger.warning(
+            "%s holds an optimizer's state twice: in shards, and in %s, which a run without them has written there "
+            "later. The state in %s is loaded",
+            directory,
+            host_file,
+            host_file,
+        )
+    return not outdated and any(found for found, _ in everyone)
+
+
+def _is_older(folder: Path, host_file: str, prefix: str) -> bool:
+    """Return whether shards are of an earlier run than the host's file, which is whole, and from which none come."""
+    try:
+        state = torch.load(folder / host_file, map_location="cpu", weights_only=True, mmap=True)
+        imported = CheckpointIndex.read(folder / INDEX_NAME.format(prefix=prefix)).header.get(BY_PLACE)
+    except Exception:  # the file may be missing or damaged, of which the load itself tells
+        return False
+    return isinstance(state, dict) and "state" in state and STATE_KEY not in state and not imported
 
 
 def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[str]:

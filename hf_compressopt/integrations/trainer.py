@@ -109,8 +109,10 @@ class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
     """A callback that runs ahead of others: it fits the schedule, and ends the training with alike parameters."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Fit the schedule, if a Trainer overrides how its learning-rate scheduler is made."""
+        """Begin without gradients, and fit the schedule, if a Trainer overrides how its scheduler is made."""
         inner = innermost(optimizer)
+        if saves_shards(inner):
+            inner.zero_grad()  # what has left in a training that was interrupted; model.zero_grad() drops the others
         if follows_plan(inner):
             fit(inner, state.max_steps)
 
@@ -285,7 +287,7 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
         return original(self, checkpoint)
     io.wait_for_saves()
     accelerate.load_compressions(attachment_of(self).models.compressions(), checkpoint)
-    if not accelerate.any_rank(io.has_checkpoint(checkpoint), inner, self.args.device):
+    if not accelerate.is_saved_in_shards(checkpoint, "optimizer.pt", inner, self.args.device):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
         if not has_plain and saves_shards(inner):
             logger.warning("%s holds no optimizer state (save_only_model?): the optimizer starts from zero", checkpoint)
@@ -310,8 +312,11 @@ def _get_last_checkpoint(original: Callable[[str], str | None], folder: str) -> 
 
 
 def _is_incomplete(checkpoint: str) -> bool:
-    begun = any(name.startswith(f"{io.DEFAULT_PREFIX}-") for name in os.listdir(checkpoint))
-    return begun and not io.has_checkpoint(checkpoint)
+    """Return whether a checkpoint with shards lacks what is written last: their index, and then Trainer's state."""
+    names = os.listdir(checkpoint)
+    begun = any(name.startswith(f"{io.DEFAULT_PREFIX}-") for name in names)
+    of_trainer = "training_args.bin" in names
+    return begun and not (io.has_checkpoint(checkpoint) and ("trainer_state.json" in names or not of_trainer))
 
 
 # -- saves in the background ------------------------------------------------------------------------------------------
@@ -325,7 +330,7 @@ def _save_checkpoint(original: Callable[..., Any], self: Trainer, *args: Any, **
     attachment, background = attachment_of(self), _saves_in_background(self)
     if background:
         attachment.finish_saves()
-    with attachment.checkpoint(), _rotation_put_off(self) if background else nullcontext():
+    with _rotation_put_off(self) if background else nullcontext(), _model_saved_together(self):
         return original(self, *args, **kwargs)
 
 
@@ -396,18 +401,37 @@ def _with_synced_parameters(self: Trainer, original: Callable[..., Any], *args: 
         return original(*args, **kwargs)
 
 
-def _save_model(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """Save the average or the masters in a checkpoint, of all ranks; else, by rank 0 alone, those of the last sync."""
+@contextmanager
+def _model_saved_together(self: Trainer) -> Iterator[None]:
+    """Have all ranks prepare inside for save_model, with which a subclass may let one rank alone go on."""
+    given, own = self.save_model, "save_model" in vars(self)
+    self.save_model = partial(_save_model_together, self, given)
+    try:
+        yield
+    finally:
+        if own:
+            self.save_model = given
+        else:
+            del self.save_model
+
+
+def _save_model_together(self: Trainer, save_model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Save the average or the masters. All ranks call."""
     inner = innermost(self.optimizer)
-    if attachment_of(self).in_checkpoint:
-        with inner.masters_in_parameters() if owns_gradients(inner) else nullcontext():
-            result = _with_averaged_parameters(original, self, *args, **kwargs)
-        if saves_shards(inner):
-            # Each rank now looks whether the folder of the best checkpoint exists, which rank 0 makes. Transformers
-            # before 4.57 did not wait for it: a rank that saw none missed the barrier of load_best_model_at_end.
-            self.accelerator.wait_for_everyone()
-        return result
-    with inner.synced_parameters() if follows_plan(inner) else nullcontext():
+    with attachment_of(self).checkpoint(), inner.masters_in_parameters() if owns_gradients(inner) else nullcontext():
+        result = _with_averaged_parameters(lambda _: save_model(*args, **kwargs), self)
+    if saves_shards(inner):
+        # Each rank now looks whether the folder of the best checkpoint exists, which rank 0 makes. Transformers
+        # before 4.57 did not wait for it: a rank that saw none missed the barrier of load_best_model_at_end.
+        self.accelerator.wait_for_everyone()
+    return result
+
+
+def _save_model(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Save the parameters as they are in a checkpoint, for which all ranks prepare; else those of the last sync."""
+    inner = innermost(self.optimizer)
+    alone = follows_plan(inner) and not attachment_of(self).in_checkpoint
+    with inner.synced_parameters() if alone else nullcontext():
         return original(self, *args, **kwargs)
 
 

@@ -304,7 +304,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Args:
             max_norm: The norm to clip to; ``math.inf`` only measures.
-            parameters: All parameters of this optimizer, or more, for callers that name them.
+            parameters: All parameters of this optimizer, or more, for callers that name them: gradients of others,
+                which are averaged, are clipped together with those of this optimizer.
 
         Returns:
             [] float32, the norm before clipping.
@@ -315,15 +316,31 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
+        others: list[Tensor] = []
         if parameters is not None:
-            given = {id(param) for param in parameters}
-            if any(id(param) not in given for param in self.partition.tensors):
+            given, own = {id(param): param for param in parameters}, set(map(id, self.partition.tensors))
+            if not own <= given.keys():
                 raise ValueError("parameters must hold all trainable parameters of the optimizer, some are missing")
+            others = [param for number, param in given.items() if number not in own and param.requires_grad]
         self._reducer.max_norm = float(max_norm)
         square = self._finish_gradients()
+        if others:
+            square += self._mean_square_of(others)
         norm = in_float32(math.sqrt(square)) if square >= 0 else math.nan
         self._reducer.clip(norm, max_norm)
-        return torch.full((), norm, dtype=torch.float32, device=self.communicator.device)
+        found = torch.full((), norm, dtype=torch.float32, device=self.communicator.device)
+        if others and math.isfinite(norm):
+            torch.nn.utils.clip_grads_with_norm_(others, max_norm, found)
+        return found
+
+    def _mean_square_of(self, params: Iterable[Tensor]) -> float:
+        """Return the mean over the ranks of the squared norm of gradients in p.grad, which is alike on all of them."""
+        mean = torch.zeros(1, dtype=torch.float64, device=self.communicator.device)
+        for grad in (param.grad for param in params if param.grad is not None):
+            mean += torch.linalg.vector_norm(grad, dtype=torch.float64).square().to(mean.device)
+        with self.communicator.traffic.paused():
+            self.communicator.all_reduce(mean).wait()
+        return float(mean) / self.communicator.world_size
 
     def unscale_(self, inverse_scale: float) -> bool:
         """Take a gradient scaler's factor out of the averages. All ranks call.

@@ -180,6 +180,30 @@ def test_a_stub_without_its_shards_is_refused(tmp_path: Path) -> None:
     assert all("stub" in text and "compressopt.index.json" in text for text in errors.values()), errors
 
 
+@on_ranks(2)
+def test_a_state_that_replaced_one_in_shards_is_the_one_that_is_loaded(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    from accelerate import Accelerator
+
+    def prepared(ours: bool) -> tuple[Any, Any, Any]:
+        hosts.use_accelerate(rank, world_size)
+        accelerator, model = Accelerator(cpu=True), hosts.network()
+        own = OnebitAdam(model.parameters(), lr=1e-2) if ours else torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return accelerator, *accelerator.prepare(model, own)
+
+    for ours in (True, False):
+        accelerator, model, optimizer = prepared(ours)
+        hosts.take_steps(accelerator, model, optimizer, rank, range(2))
+        accelerator.save_state(str(tmp_path))
+        accelerator.wait_for_everyone()
+    accelerator, _, loaded = prepared(False)
+    accelerator.load_state(str(tmp_path))
+    kept, found = ([row["exp_avg"] for row in each.optimizer.state.values()] for each in (optimizer, loaded))
+    assert found and all(map(torch.equal, kept, found)) and loaded.param_groups[0]["lr"] == 1e-3
+    assert (tmp_path / "compressopt.index.json").exists()
+
+
 def test_two_models_with_an_optimizer_each_train_clip_and_resume(tmp_path: Path) -> None:
     whole = run_ranks(2, two_models, str(tmp_path), 0)
     resumed = run_ranks(2, two_models, str(tmp_path), 4)

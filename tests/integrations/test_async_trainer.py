@@ -115,8 +115,8 @@ def test_a_run_resumes_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
     arguments = {**SAVING, **optim, "output_dir": str(tmp_path)}
     whole = run_ranks(2, watch, Run(arguments), timeout=120)[0]
     assert all(map(is_whole, tmp_path.glob("checkpoint-*"))) and len(list(tmp_path.glob("checkpoint-*"))) == 4
-    for step in (6, 8):  # as a kill in the middle of their writing leaves them
-        (tmp_path / f"checkpoint-{step}" / "compressopt.index.json").unlink()
+    for step, last in ((6, "trainer_state.json"), (8, "compressopt.index.json")):
+        (tmp_path / f"checkpoint-{step}" / last).unlink()  # as a kill in the middle of their writing leaves them
     resumed = run_ranks(2, resume, Run(arguments), timeout=120)
     assert equal_params(resumed[0], whole["params"])
 

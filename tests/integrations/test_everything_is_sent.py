@@ -4,7 +4,8 @@ Each situation leaves something out of what is hooked, in each entry and with ea
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -669,19 +670,45 @@ def save_state(accelerator: Any) -> None:
         accelerator.save_state(folder)
 
 
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Have ranks say at once that they wait for others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_compressopt.integrations.accelerate.PATIENCE", 0.1)
+        yield
+
+
+@on_ranks(2)
+def test_a_rank_that_saves_alone_says_who_is_missing(rank: int, world_size: int) -> None:
+    for name in ("int4", "zero2_adamw"):
+        accelerator, model = accelerator_of(METHODS[name]), Net()
+        prepared, optimizer = accelerator.prepare(model, optimizer_of(METHODS[name], model.named_parameters()))
+        accelerator.backward(prepared(batch(0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        with impatient(), log_lines() as lines, pytest.raises(RuntimeError, match="rank 0 saves its state; rank 1 is"):
+            if rank == 0:
+                save_state(accelerator)
+            accelerator.backward(prepared(batch(1)))
+            optimizer.step()
+        told = [line for line in lines if "rank 0 saves its state, and for 0 s rank 1 has not come" in line]
+        assert len(told) == (rank == 0), lines
+
+
 @on_ranks(2)
 def test_a_pass_more_in_the_last_step_raises_where_the_training_ends(rank: int, world_size: int) -> None:
     """A rank that runs one more is in its first message, and no step follows in which the others would tell it."""
-    for name in ("int4", "onebit_adam"):
-        for ending in (end_training, save_state):
-            accelerator, model = accelerator_of(METHODS[name]), Net()
-            prepared, optimizer = accelerator.prepare(model, optimizer_of(METHODS[name], model.named_parameters()))
-            accelerator.backward(prepared(batch(0)))
-            optimizer.step()
-            optimizer.zero_grad()
-            said = rf"rank 0 is in pass 2 .*; rank 1 {'ends the training' if ending is end_training else 'saves'}"
-            with pytest.raises(RuntimeError, match=said):
-                for _ in range(1 if rank else 2):
-                    accelerator.backward(prepared(batch(1)))
+    with impatient():
+        for name in ("int4", "onebit_adam"):
+            for ending in (end_training, save_state):
+                accelerator, model = accelerator_of(METHODS[name]), Net()
+                prepared, optimizer = accelerator.prepare(model, optimizer_of(METHODS[name], model.named_parameters()))
+                accelerator.backward(prepared(batch(0)))
                 optimizer.step()
-                ending(accelerator)
+                optimizer.zero_grad()
+                said = rf"rank 0 is in pass 2 .*; rank 1 {'ends the training' if ending is end_training else 'saves'}"
+                with pytest.raises(RuntimeError, match=said):
+                    for _ in range(1 if rank else 2):
+                        accelerator.backward(prepared(batch(1)))
+                    optimizer.step()
+                    ending(accelerator)

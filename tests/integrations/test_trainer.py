@@ -18,6 +18,7 @@ from tests.support.trainer_runs import (
     VARIANTS,
     Run,
     equal_params,
+    loads_optimizer_pt,
     logged,
     losses,
     make_trainer,
@@ -404,6 +405,62 @@ def test_rank_0_alone_saves_in_callbacks_and_after_the_training(best: bool, tmp_
     assert equal_params(saved(tmp_path / "last"), found[0]["params"])
     if best:
         assert equal_params(saved(Path(found[0]["best"])), found[0]["params"])
+
+
+def save_by_rank_0(rank: int, world_size: int, directory: str, runs: list[dict[str, Any]]) -> None:
+    """Train by a Trainer whose save_model is its own, and by one that goes on with it on rank 0 alone."""
+    for number, arguments in enumerate(runs):
+        for guarded in (False, True):
+            folder = f"{directory}/{number}-{guarded}"
+            saving = {"save_strategy": "steps", "save_steps": 5, "max_steps": 5, "output_dir": folder}
+            trainer = make_trainer(rank, world_size, Run({**arguments, **saving}, dropout=0.0))
+            if guarded:
+                cls = type(trainer)
+
+                def save_model(self: Any, *args: Any, super_class: Any = cls, **kwargs: Any) -> None:
+                    if self.args.should_save:
+                        super_class.save_model(self, *args, **kwargs)
+
+                trainer.__class__ = type("SavesOnRank0", (cls,), {"save_model": save_model})
+            trainer.train()
+            assert "save_model" not in vars(trainer)
+
+
+def test_a_subclass_that_saves_its_model_on_rank_0_alone_saves_what_all_ranks_have(tmp_path: Path) -> None:
+    """Inside a checkpoint that is the average over the ranks, and the masters."""
+    masters = {"optim": "zero2_adamw", "optim_args": "param_compression=int4,bucket_cap_mb=0.02"}
+    runs = [{"optim": "onebit_adam"}, {**ZERO_ONE, "learning_rate": 1e-2}, masters]
+    run_ranks(2, save_by_rank_0, str(tmp_path), runs, timeout=120)
+    for number in range(len(runs)):
+        plain, guarded = (saved(tmp_path / f"{number}-{own}" / "checkpoint-5") for own in (False, True))
+        assert equal_params(plain, guarded)
+
+
+def save_twice(rank: int, world_size: int, directory: str) -> bool:
+    """Whether AdamW goes on from its own checkpoint, in a folder that held one of another optimizer before."""
+    watched = {"save_strategy": "steps", "save_steps": 2, "output_dir": directory}
+    for optim, rate in (("onebit_adam", 1e-2), ("adamw_torch", 1e-3)):
+        run = Run({**watched, "optim": optim, "learning_rate": rate, "max_steps": 2}, dropout=0.0)
+        trainer = make_trainer(rank, world_size, run)
+        trainer.train()
+    kept = [row["exp_avg"].clone() for row in trainer.optimizer.optimizer.state.values()]
+    trainer = make_trainer(rank, world_size, run)
+    seen: list[torch.Tensor] = []
+
+    def training_step(*_: Any, **__: Any) -> Any:
+        seen.extend(row["exp_avg"].clone() for row in trainer.optimizer.optimizer.state.values())
+        raise KeyError("stop")
+
+    trainer.training_step, trainer.args.max_steps = training_step, 4
+    with pytest.raises(KeyError, match="stop"):
+        trainer.train(resume_from_checkpoint=True)
+    return len(seen) > 0 and all(map(torch.equal, seen, kept))
+
+
+@loads_optimizer_pt
+def test_a_checkpoint_that_replaced_one_in_shards_is_the_one_that_is_loaded(tmp_path: Path) -> None:
+    assert run_ranks(2, save_twice, str(tmp_path), timeout=120) == [True, True]
+    assert (tmp_path / "checkpoint-2" / "compressopt.index.json").exists()
 
 
 @on_ranks(2)

@@ -21,7 +21,9 @@ from tests.support.trainer_runs import (
     equal_params,
     loads_optimizer_pt,
     logged,
+    loss_of,
     losses,
+    make_trainer,
     network,
     train_all,
     trainer_arguments,
@@ -80,6 +82,72 @@ def test_save_state_and_load_state(how: str, tmp_path: Path) -> None:
     assert (tmp_path / "3" / "compressopt.index.json").is_file()
     resumed = run_ranks(2, loop, how, str(tmp_path), True)
     assert equal_params(whole[0]["params"], resumed[0]["params"])
+
+
+@on_ranks(2)
+def test_gradients_of_another_optimizer_are_clipped_with_those_of_zero(rank: int, world_size: int) -> None:
+    """By the norm of all of them, as Accelerate clips them."""
+    found = []
+    for partitioned in (False, True):
+        use_accelerate(rank, world_size)
+        accelerator, first, second = CompressOptAccelerator(cpu=True), network(), network()
+        own: Any = torch.optim.SGD(first.parameters(), lr=0.1)
+        if partitioned:
+            own = ZeroOptimizer(first.parameters(), torch.optim.SGD, lr=0.1, stage=1)
+        models = accelerator.prepare(first, own)[0], accelerator.prepare(second)
+        optimizers = own, accelerator.prepare(torch.optim.SGD(second.parameters(), lr=0.1))
+        params, norms = [*first.parameters(), *second.parameters()], []
+        for step in range(2):
+            loss = loss_of(models[0], rank, step) + 100 * loss_of(models[1], rank, step)
+            accelerator.backward(loss)
+            norms.append(float(accelerator.clip_grad_norm_(params, 0.5)))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append((norms, [p.detach().clone() for p in params]))
+    (plain_norms, plain), (norms, params) = found
+    assert norms == pytest.approx(plain_norms, rel=1e-5) and same_on_all_ranks(params)
+    for p, q in zip(plain, params, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_loss_scale_of_zero_beside_another_optimizer_is_refused(rank: int, world_size: int) -> None:
+    use_accelerate(rank, world_size)
+    accelerator, first, second = CompressOptAccelerator(cpu=True), network(), network()
+    model, _ = accelerator.prepare(first, ZeroOptimizer(first.parameters(), torch.optim.SGD, lr=0.1, loss_scale=8.0))
+    other, _ = accelerator.prepare(second, torch.optim.SGD(second.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="loss_scale of 8.0 scales the gradients of SGD too"):
+        accelerator.backward(loss_of(model, rank, 0) + loss_of(other, rank, 0))
+
+
+def train_again(rank: int, world_size: int, optim: str, text: str) -> tuple[list[float], list[float]]:
+    """The losses of a training, and of one that follows a training which was interrupted in its first step."""
+    found = []
+    for interrupted in (False, True):
+        arguments = {"optim": optim, "optim_args": text, "gradient_accumulation_steps": 2, "max_steps": 3}
+        trainer = make_trainer(rank, world_size, Run({**arguments, "max_grad_norm": 0.0}, dropout=0.0))
+        if interrupted:
+            step = trainer.training_step
+
+            def training_step(*args: Any, step: Any = step, **kwargs: Any) -> Any:
+                step(*args, **kwargs)
+                raise KeyError("stop")
+
+            trainer.training_step = training_step
+            trainer.args.gradient_accumulation_steps = 2 if optim == "zero2_adamw" else 1
+            with pytest.raises(KeyError, match="stop"):
+                trainer.train()
+            trainer.training_step, trainer.args.gradient_accumulation_steps = step, 2
+        trainer.train()
+        found.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("optim", "text"), [("zero2_adamw", ""), ("onebit_adam", "zero_stage=2")])
+def test_gradients_of_an_interrupted_training_are_not_those_of_the_next(optim: str, text: str) -> None:
+    for whole, again in run_ranks(2, train_again, optim, text, timeout=120):
+        assert len(whole) == 3 and whole == again
 
 
 @on_ranks(2)
