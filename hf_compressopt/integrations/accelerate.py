@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial, wraps
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -655,7 +656,13 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
 
 def wrap(cls: type, name: str, wrapper: Callable[..., Any], *, static: bool = False) -> None:
     """Replace a method, once, by ``wrapper(original, self, *args, **kwargs)``, without ``self`` if it is static."""
-    original = getattr(cls, name)
+    original = getattr(cls, name, None)
+    if original is None:
+        host = cls.__module__.partition(".")[0]
+        raise RuntimeError(
+            f"{host} {version(host)} has no {cls.__name__}.{name}, which hf_compressopt has to change: install a newer "
+            f"hf_compressopt, or an older {host}"
+        )
     if hasattr(original, _MARK):
         return
 

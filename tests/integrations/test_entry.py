@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt import GradientCompression, OnebitAdam, attach_ddp, average_gradients
+from hf_compressopt.integrations.accelerate import wrap
 from tests.support.harness import on_ranks, same_on_all_ranks
 from tests.support.launching import accelerate_launch, run, run_python, torchrun
 from tests.support.trainer_runs import loss_of, network
@@ -289,3 +290,10 @@ def test_misuse_is_refused_on_all_ranks(rank: int, world_size: int) -> None:
     for call, kind, said in refused:
         with pytest.raises(kind, match=f"^{said}"):
             call()
+
+
+def test_a_method_that_a_host_has_no_longer_is_named() -> None:
+    from transformers import Trainer, __version__
+
+    with pytest.raises(RuntimeError, match=rf"transformers {__version__} has no Trainer._gone, .* an older transf"):
+        wrap(Trainer, "_gone", print)
