@@ -447,7 +447,7 @@ class GradientCompression:
                 buckets = plain_buckets(self.params, self.communicator, 0, bucket_numel=cap, dtype=dtype)
             else:
                 of = self.errors, self.layout, self.params, self.communicator, 0, self.bits
-                buckets = low_bit_buckets(*of, dtype=dtype)
+                buckets = low_bit_buckets(*of, dtype=dtype, with_frozen=True)  # they may be trainable later
             position = {param: number for number, param in enumerate(self.params)}
             last = [(max(map(position.__getitem__, bucket.members())), bucket) for bucket in buckets]
             self._buckets = [bucket for _, bucket in sorted(last, key=lambda row: row[0])]

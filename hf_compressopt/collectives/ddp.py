@@ -2,6 +2,7 @@
 
 # No postponed annotations here: DDP compares those of a hook with the types themselves.
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -21,8 +22,10 @@ from hf_compressopt.collectives.gradients import (
     PlannedOptimizer,
     plain_buckets,
 )
-from hf_compressopt.collectives.sender import SendRecord, as_it_is, check_bucket, note_sent
+from hf_compressopt.collectives.sender import SendRecord, StepPasses, as_it_is, check_bucket, note_sent
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
+
+logger = logging.getLogger(__name__)
 
 
 class GradientSync:
@@ -50,6 +53,8 @@ class GradientSync:
         self._rounds = GradientRounds()
         self._record = SendRecord("attach_ddp")
         self._groups = 0  # param groups that the record knows
+        self._unowned: list[Tensor] = []  # parameters of the model that none of the optimizers has
+        self._told_of_unowned = False
         self._others: tuple[list[Tensor], list[GradientBucket]] = ([], [])
         self._overlaps: list[OverlapForms | None] = []  # of each optimizer, what sends in the pass under way
         self._sends = self._reduces = self._hands_out = False  # in it
@@ -73,6 +78,8 @@ class GradientSync:
     def _answer(self) -> None:
         """Answer for the gradients of the optimizers' parameters, in this model or not."""
         self._groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
+        owned = {param for optimizer in self.optimizers for param in optimizer.trainable_parameters}
+        self._unowned = [param for param in self.params if param not in owned]
         if self.communicator.world_size > 1:
             shared = [optimizer.shared_parameters() for optimizer in self.optimizers]
             for named in shared:
@@ -114,11 +121,16 @@ class GradientSync:
             self._answer()
         reduced = [optimizer for optimizer in self.optimizers if optimizer.plan.reduce_grads]
         self._overlaps = [_due_overlap(optimizer) for optimizer in self.optimizers]
-        self._reduces = not self.optimizers or bool(reduced)
+        beside = any(param.requires_grad for param in self._unowned)
+        self._reduces = not self.optimizers or bool(reduced) or beside
         low = any(optimizer.warmup_gradients.bits < 32 for optimizer in reduced)
         self._hands_out = low or any(overlap is not None for overlap in self._overlaps)
-        unlike = 0 < len(reduced) < len(self.optimizers)
+        unlike = self._reduces and len(reduced) < len(self.optimizers)
         self._sends = self.communicator.world_size > 1 and (self._hands_out or unlike)
+        if beside and self.optimizers and not self._told_of_unowned:
+            self._tell_of_unowned()
+        if self._reduces and self.optimizers:
+            self._note_what_is_alike(self.optimizers[0].passes)
         ranks = [self.communicator] if self._reduces else []  # the first one compares for all that are averaged
         for optimizer, overlap in zip(self.optimizers, self._overlaps, strict=True):
             if overlap is not None:
@@ -126,6 +138,22 @@ class GradientSync:
                 ranks = [self.communicator]
             optimizer.passes.begin(*ranks)
             ranks = []
+
+    def _note_what_is_alike(self, passes: StepPasses) -> None:
+        """Note for the comparison of a pass how many parameters are trained, and by which hyperparameters."""
+        shared = [param for each in self.optimizers for _, param in each.shared_parameters()]
+        passes.note_members(sum(param.requires_grad for param in shared))
+        passes.note_hyperparameters([optimizer.hyperparameters() for optimizer in self.optimizers])
+
+    def _tell_of_unowned(self) -> None:
+        self._told_of_unowned = True
+        if self.communicator.rank == 0 and self.communicator.world_size > 1:
+            logger.warning(
+                "%d trainable parameter tensors of the DistributedDataParallel model belong to no optimizer that "
+                "attach_ddp knows: their gradients are averaged in full precision in every step. Set "
+                "requires_grad_(False) for those that nobody trains",
+                sum(param.requires_grad for param in self._unowned),
+            )
 
     def _note_gradients(self) -> None:
         for optimizer in self.optimizers:
@@ -136,14 +164,13 @@ class GradientSync:
     def _start(self) -> None:
         """Start the round of a backward pass, in the order of last gradients if backward goes from last to first."""
         scale = None if self.loss_scale is None else float(self.loss_scale())
-        owned, buckets = set(), []
+        buckets: list[GradientBucket] = []
         for number, (optimizer, overlap) in enumerate(zip(self.optimizers, self._overlaps, strict=True)):
-            owned |= set(optimizer.trainable_parameters)
             if optimizer.plan.reduce_grads:
                 buckets += optimizer.warmup_gradients.buckets(scale, owner=number, present=self.params)
             elif overlap is not None:
                 buckets += overlap.buckets(scale, owner=number, present=self.params)
-        others = [param for param in self.params if param.requires_grad and param not in owned] if self._reduces else []
+        others = [param for param in self._unowned if param.requires_grad]
         if len(others) != len(self._others[0]) or any(a is not b for a, b in zip(others, self._others[0], strict=True)):
             self._others = others, plain_buckets(others, self.communicator, len(self.optimizers))
         buckets += self._others[1]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cache
 from itertools import chain, islice
@@ -302,14 +301,19 @@ class ErrorFeedback(StagedErrors):
         self.feedback = self._by_bucket(worker, server)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but what the next step makes anew."""
-        return self.__dict__ | {"_new": None, "_are_pending": False, "_fault": False}
+        """Return everything but what the next step makes anew, and but views, which a pickle would make copies of."""
+        return self.__dict__ | {"_new": None, "_are_pending": False, "_fault": False, "feedback": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.feedback = self._by_bucket(self.worker, self.server)
 
     def like(self) -> ErrorFeedback:
         return self._with(torch.empty_like(self.worker), torch.empty_like(self.server))
 
     def _with(self, worker: Tensor, server: Tensor) -> ErrorFeedback:
-        new = copy(self)
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
         new._set(worker, server)
         return new
 

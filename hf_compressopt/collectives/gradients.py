@@ -185,10 +185,11 @@ def low_bit_buckets(
     *,
     dtype: torch.dtype | None = None,
     in_full: Sequence[bool] = (),
+    with_frozen: bool = False,
 ) -> list[GradientBucket]:
     """Return buckets of integers, with errors of the same layout, and of what travels in full precision beside them.
 
-    These are ``in_full``, by default what :func:`travels_in_full` names.
+    These are ``in_full``, by default what :func:`travels_in_full` names; of frozen ones only ``with_frozen``.
     """
     in_full = in_full or [travels_in_full(param) for param in params]
     found: list[GradientBucket] = []
@@ -198,9 +199,8 @@ def low_bit_buckets(
     for number, bucket in enumerate(layout.buckets):
         if number not in unsent:
             found.append(IntegerBucket(bucket, params, communicator, owner, errors, number, bits, in_full))
-    beside = [
-        param for param, each in zip(params, in_full, strict=True) if each and (param.requires_grad or param.is_meta)
-    ]
+    beside = [param for param, each in zip(params, in_full, strict=True) if each]
+    beside = [param for param in beside if with_frozen or param.requires_grad or param.is_meta]
     return found + plain_buckets(beside, communicator, owner, bucket_numel=layout.bucket_numel, dtype=dtype)
 
 
@@ -419,6 +419,7 @@ class PlannedOptimizer(Protocol):
     def passes(self) -> StepPasses: ...  # for the coming step, as far as a hook or average_gradients tells
     def own_parameters(self) -> list[Tensor]: ...  # those of param groups with a process group of their own
     def shared_parameters(self) -> list[tuple[str, Tensor]]: ...  # the others, with their names
+    def hyperparameters(self) -> list[Any]: ...  # what must be alike on all ranks in a step, as JSON holds it
     def require_same_options(self) -> None: ...
     def label_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None: ...
     def join_hook(self) -> Any: ...
@@ -474,6 +475,8 @@ def average_gradients(
         params = [p for p in optimizer_or_params.trainable_parameters if id(p) not in own]
         communicator, form = optimizer_or_params.communicator, optimizer_or_params.warmup_gradients
         passes = optimizer_or_params.passes
+        passes.note_members(sum(param.requires_grad for param in params))
+        passes.note_hyperparameters(optimizer_or_params.hyperparameters())
         passes.begin()
         passes.compare(communicator)  # before messages that may meet those of a step
         if communicator.world_size > 1 and form.bits < 32:

@@ -3,8 +3,9 @@
 A pass is one call of backward, or of a plain loop's average. Three things are known of it here.
 
 :class:`StepPasses`: how many passes a step has. A rank that runs one more is an error on all: its messages would meet
-those of the others' step, and be averaged with another gradient, or hang. So the ranks compare eight numbers, 32 bytes,
-at the beginning of a pass that sends gradients, and before a step that uses them.
+those of the others' step, and be averaged with another gradient, or hang. So the ranks compare ten numbers, 40 bytes,
+at the beginning of a pass that sends gradients, and before a step that uses them. One stands for the hyperparameters,
+such as the rate of a scheduler that looks at a loss of its own rank.
 
 :class:`Sender`: which buckets are sent, and in which order. What feeds it are DistributedDataParallel's hook and plain
 loops (:mod:`~hf_compressopt.collectives.gradients`), and hooks of parameters
@@ -28,21 +29,25 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from functools import cache, partial
+from itertools import count
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.communicator import Communicator, digest_of
 from hf_compressopt.collectives.exchange import Pipeline
 from hf_compressopt.kernels.memory import fetch_later, numbers_on, reads_at_once
 from hf_compressopt.weak import Hooks
 
 _RECORDS: WeakSet[SendRecord] = WeakSet()
+_NUMBERS = count()  # of records, alike on all ranks, which send in their order
+#: What schedulers change, for errors.
+HYPERPARAMETERS = "the hyperparameters of their param groups (does each rank's scheduler see the same numbers?)"
 _SHOWN = 4  # names in an error
 _CHUNK = 1 << 18  # elements that are copied at a time
 _ROUNDING = 1e-4  # relative difference of the sizes of gradients that counts as rounding
@@ -68,6 +73,7 @@ class StepPasses:
         self.count = self.before = 0  # since the last step, and up to it since the one before
         self.in_loop: Communicator | None = None  # the ranks of a plain loop, whose next message is that of a pass
         self.members = 0  # the number of the parameters, once it has changed between passes
+        self.hyperparameters: list[Any] = []  # of the coming step, if an optimizer has told them
         self.are_known = False  # somebody has counted one
         self.are_met = False  # the ranks have compared them in the step under way
         self.held = 0  # those of them whose gradients were not thrown away since
@@ -101,6 +107,10 @@ class StepPasses:
         if self.are_known:
             self.members = number
 
+    def note_hyperparameters(self, rows: list[Any]) -> None:
+        """Note what optimizers must have alike on all ranks in the coming step, as JSON holds it."""
+        self.hyperparameters = rows
+
     def forget(self) -> None:
         """Begin anew after another error of all ranks."""
         self._posted = None
@@ -127,8 +137,9 @@ class StepPasses:
         if not wide:
             return
         self._ranks = wide
-        numbers = [float(self.count), float(self.held), float(in_step), float(self.members)]
-        both = [-math.inf] * 8 if joined else [*numbers, *(-number for number in numbers)]
+        hyperparameters = digest_of(self.hyperparameters) if self.hyperparameters else 0
+        numbers = [*map(float, (self.count, self.held, in_step, self.members, hyperparameters))]
+        both = [-math.inf] * 2 * len(numbers) if joined else [*numbers, *(-number for number in numbers)]
         here, device = array("f", both), wide[0].reached().device
         message = torch.frombuffer(here, dtype=torch.float32) if reads_at_once(device) else numbers_on(device, here)
         arrive = partial(_arrived, _largest(wide[0], message), wide[1:], message)
@@ -150,9 +161,12 @@ class StepPasses:
         self._posted = None
         largest = list(here) if shared else found.tolist()
         most, least = largest[: len(largest) // 2], largest[len(largest) // 2 :]
-        if all(high == -low for high, low in zip(most, least, strict=True)):
+        alike = [high == -low for high, low in zip(most, least, strict=True)]
+        if all(alike):
             return
         self.count = self.held = 0  # a script that catches the error begins anew
+        for communicator in ranks if all(alike[:-1]) else ():
+            communicator.require_equal(HYPERPARAMETERS, self.hyperparameters)
         everyone = [f"rank {dist.get_rank() if len(ranks) > 1 else ranks[0].rank} {mine}"]
         for communicator in ranks:
             everyone = [each for found in communicator.all_gather_object(everyone) for each in found]
@@ -331,9 +345,11 @@ class SendRecord:
 
         With a communicator, the ranks compare once what an optimizer has beside them; see :meth:`examine`.
         """
-        self.name, self._communicator = name, communicator
+        self.name, self._communicator, self.number = name, communicator, next(_NUMBERS)
         self.passes = StepPasses(name)
-        self._examined: set[tuple[int, int]] = set()  # optimizers, by id and number of parameters
+        self._examined: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # by number of parameters
+        # the parameters that the ranks have compared: some optimizers make others for each step
+        self._compared: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
         self._waiting: set[Tensor] = set()
         self._known: dict[Tensor, str] = {}  # with their names
         self._frozen: set[Tensor] = set()  # of them: they take no hook until they are trainable
@@ -403,17 +419,19 @@ class SendRecord:
         Somebody else may average their gradients, and a rank may have parameters of its own. But if all ranks have the
         same parameters, and other gradients, then nobody averages these.
         """
-        key = id(optimizer), len(params)
-        if self._communicator is None or key in self._examined:
+        if self._communicator is None or self._examined.get(optimizer) == len(params):
             return
-        self._examined.add(key)
+        self._examined[optimizer] = len(params)
         unknown = [
             (name, param)
             for name, param in named_parameters(optimizer)
             if param.requires_grad and not _is_shard(param) and not is_answered_for(param)
         ]
+        unknown = [(name, param) for name, param in unknown if param not in self._compared]
         if not unknown or not any(map(self.answers_for, params)):
             return
+        for _, param in unknown:
+            self._compared[param] = True
         mine = [[size_of(param), size_of(param.grad)] for _, param in unknown]
         everyone = self._communicator.all_gather_object(mine)
         names: list[str] = []
@@ -509,12 +527,13 @@ def listed(names: Sequence[str]) -> str:
 @cache
 def _watch_steps() -> None:
     register_optimizer_step_pre_hook(_check_step)
+    register_optimizer_step_post_hook(_check_closure)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise an error before a step that would use a gradient which was to be sent, and was not; torch calls this."""
-    records = [record for record in _RECORDS if record.is_in_use]
+    records = _records_in_use()
     if not records and not _PLAIN:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -532,6 +551,25 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 f"{type(optimizer).__name__}.step() would move them: {_WHY}"
             )
     _end_step(records, params)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _check_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise an error after a step that has used gradients of its closure which were to be sent, and were not."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None or hasattr(optimizer, "sends_gradients"):  # which may say something else of the next step
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for record in _records_in_use():
+        if names := record.unsent(params):
+            raise RuntimeError(
+                f"{record.name} has not sent the gradients of {listed(names)}, which the closure of "
+                f"{type(optimizer).__name__}.step() has computed, and which have moved them: {_WHY}"
+            )
+
+
+def _records_in_use() -> list[SendRecord]:
+    return sorted((record for record in _RECORDS if record.is_in_use), key=lambda record: record.number)
 
 
 def _end_step(records: Iterable[SendRecord], params: Sequence[Tensor]) -> None:

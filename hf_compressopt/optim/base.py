@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import is_not
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,7 @@ from hf_compressopt.optim.group import ExtraState, GroupForm, GroupState, ParamG
 from hf_compressopt.optim.math import evaluate
 from hf_compressopt.optim.overlap import LATE_CLIP, OverlapSender
 from hf_compressopt.optim.sharded import ShardedOverlap
+from hf_compressopt.optim.startup import hyperparameters_of
 from hf_compressopt.optim.state import STATE_KEY, Progress, load_full, load_with_hooks, make_stub, own_state, switched
 from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
 from hf_compressopt.schedules import AUTO, RunSchedule, Schedule, Stage, StepPlan, Warmup
@@ -290,6 +292,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _begin_step(self) -> StepPlan:
         """Follow the parameters, compare the ranks if it is time, and return the plan of the coming step."""
+        self._require_own_groups()
         self._follow_parameters()
         plan, before = self.plan, self.last_plan if self._step > 0 else None
         if self._announcement.is_open:
@@ -686,6 +689,16 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._agreement.startup.groups_added()
         self.passes.note_members(len(self.shared_parameters()))
 
+    def _require_own_groups(self) -> None:
+        """Raise if param groups were removed or replaced: their state would go on moving the parameters."""
+        groups = [state.options for state in self._states]
+        if len(groups) != len(self.param_groups) or any(map(is_not, groups, self.param_groups)):
+            raise ValueError(
+                f"{type(self).__name__} has {len(groups)} param groups with a state, and param_groups are "
+                f"{len(self.param_groups)} others: change the entries of a group in place, add one by "
+                "add_param_group(), and leave parameters out by requires_grad_(False) on all ranks"
+            )
+
     def _follow_parameters(self) -> None:
         """Move the buffers to where the parameters are, if a model was moved after its optimizer was made."""
         for state in self._states:
@@ -710,6 +723,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """The trainable parameters, with their names, that all ranks hold: without those of own_parameters()."""
         shared = (state for state in self._states if state.own_rank is None)
         return list(chain.from_iterable(zip(state.labels, state.params, strict=True) for state in shared))
+
+    def hyperparameters(self) -> list[Any]:
+        """The hyperparameters that all ranks must have alike in the coming step, by param group, as JSON holds them."""
+        return hyperparameters_of(self._states)
 
     def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
         """Names of the trainable parameters, per group: ``names`` in the order of all of them, or torch's param_names.

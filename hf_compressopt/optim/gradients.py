@@ -202,7 +202,11 @@ class Gradients:
             what = f"grads must hold one gradient (or None) per parameter, {len(flat)} in all, got {len(grads)}"
             return cls(states, [], ValueError(what), communicator)
         by_param = dict(zip(map(id, flat), grads, strict=True))
-        groups = [[by_param.pop(id(p)) for p in state.params] for state in states]
+        try:
+            groups = [[by_param.pop(id(p)) for p in state.params] for state in states]
+        except KeyError:
+            what = "a parameter was taken out of its param group: leave it there, and call its requires_grad_(False)"
+            return cls(states, [], ValueError(what), communicator)
         fault: Exception | None = None
         if any(grad is not None for grad in by_param.values()):
             fault = ValueError(

@@ -60,6 +60,8 @@ MEASURED, FROZEN = TRUST_RATIOS = ("measured", "frozen")
 FROZEN_OPTIONS = ("factor_max", "factor_min", "factor_threshold")
 #: Compressed steps by whose ratios "measured" knows what a ratio was at the switch.
 SWITCH_STEPS = 20
+#: Share of the mean momentum scale up to which a tensor's counts as none: it is not scaled to the others' in messages.
+_NO_MOMENTUM = 2.0**-24
 
 
 class Lamb(torch.optim.Optimizer):
@@ -358,7 +360,8 @@ class OnebitLamb(CompressedAdam):
         united = self._united_scale(rows)
         for state, index, scale in rows:
             one = torch.ones_like(scale)
-            state.extra["scaling_coeff"][index] = torch.where(scale > 0, united / scale, one).float()  # (2)
+            has_momentum = scale > _NO_MOMENTUM * united
+            state.extra["scaling_coeff"][index] = torch.where(has_momentum, united / scale, one).float()  # (2)
         for state in compressed:
             state.errors.scale_(state.extra["scaling_coeff"].tolist())  # as the momentum that is sent
 
@@ -396,6 +399,8 @@ class OnebitLamb(CompressedAdam):
         if not layout.numel:
             return
         moving = [i for i, p in enumerate(state.params) if layout.numels[i] and p.requires_grad]
+        if not moving:
+            return
         key = tuple(moving), state.device
         if (rows := self._rows.get(key)) is None:  # the device gets the numbers of tensors once
             rows = self._rows[key] = torch.tensor(moving, dtype=torch.int64, device=state.device)

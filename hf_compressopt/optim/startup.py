@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import Communicator, digest_of
-from hf_compressopt.collectives.sender import listed, size_of, sizes_differ
+from hf_compressopt.collectives.sender import HYPERPARAMETERS, listed, size_of, sizes_differ
 from hf_compressopt.optim.group import GroupState, by_communicator, has_own_groups
 from hf_compressopt.optim.math import bit_sum
 from hf_compressopt.schedules import StepPlan
@@ -111,8 +111,7 @@ class StartupCheck:
 
     def require_same_hyperparameters(self) -> None:
         """Check that the ranks have the same hyperparameters, else they would drift apart unnoticed."""
-        what = "the hyperparameters of their param groups (does each rank's scheduler see the same numbers?)"
-        self._communicator.require_equal(what, hyperparameters_of(self._states))
+        self._communicator.require_equal(HYPERPARAMETERS, hyperparameters_of(self._states))
 
     def _require_averaged(self) -> None:
         """Check that gradients which the caller has to average are alike on all ranks, but for rounding."""

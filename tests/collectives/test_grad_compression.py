@@ -315,6 +315,21 @@ def test_what_no_rank_uses_in_every_second_step_keeps_its_errors(
         assert float((net.other + mean).square().mean().sqrt()) < most, (options, to_none)
 
 
+@on_ranks(2)
+def test_what_is_frozen_in_the_first_step_is_averaged_once_it_is_trainable(rank: int, world_size: int) -> None:
+    for loop in (True, False):
+        net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        model, average = averaging(net, "int4", **({"loop": True} if loop else {"find_unused_parameters": True}))
+        for step in range(4):
+            net[1].requires_grad_(step > 1)
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(4, 32)).square().sum().backward()
+            average()
+            grads = [param.grad for param in net.parameters() if param.grad is not None]
+            assert len(grads) == (4 if step > 1 else 2) and same_on_all_ranks(grads), (loop, step)
+            net.zero_grad()
+
+
 @pytest.mark.parametrize(("bits", "most"), [("int4", 0.03), ("int8", 0.003)])
 @on_ranks(2)
 def test_a_rank_without_inputs_follows_the_others(rank: int, world_size: int, bits: str, most: float) -> None:

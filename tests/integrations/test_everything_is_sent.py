@@ -215,6 +215,41 @@ def ddp_no_sync(method: Method) -> Trained:
     return list(model.parameters()), stepping(method, optimizer, lambda n: ddp(batch(n)), wrong)
 
 
+def ddp_half_in_adamw(method: Method) -> Trained:
+    """The head belongs to an optimizer that averages nothing by itself."""
+    model = Net()
+    optimizer = optimizer_of(method, model.body.named_parameters("body"))
+    plain = torch.optim.AdamW(model.head.parameters(), **ADAM)
+    ddp = wrapped(method, model, optimizer)
+
+    def step(number: int) -> None:
+        ddp(batch(number)).backward()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+
+    return list(model.parameters()), step
+
+
+def ddp_closure_around(method: Method) -> Trained:
+    """The closure of a step calls the model around its wrapper."""
+    model = Net()
+    optimizer = optimizer_of(method, model.named_parameters())
+    ddp = wrapped(method, model, optimizer)
+
+    def step(number: int) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (ddp if number < method.first else model)(batch(number))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+
+    return list(model.parameters()), step
+
+
 # -- a loop of the user's without DistributedDataParallel -------------------------------------------------------------
 
 
@@ -412,6 +447,8 @@ SITUATIONS = {
     ),
     "DDP: a group over two models": Situation(ddp_one_group_of_two, HOOKED, "", HOOKED),
     "DDP: a step under no_sync": Situation(ddp_no_sync, HOOKED, "body.weight", STEP_SENDS),
+    "DDP: half of the model in AdamW": Situation(ddp_half_in_adamw, HOOKED, "", HOOKED),
+    "DDP: a closure goes around": Situation(ddp_closure_around, HOOKED, "body.weight", STEP_SENDS),
     "plain: nobody averages": Situation(plain_not_averaged, ALL, "body.weight", STEP_SENDS),
     "Accelerate: forward goes around": Situation(accelerate_forward_around, ALL, "body.weight", STEP_SENDS),
     "Accelerate: a module outside": Situation(
@@ -478,6 +515,27 @@ def test_a_group_over_two_models_says_that_it_travels_in_full(rank: int, world_s
         step(1)
     told = [line for line in lines if "has parameters of several DistributedDataParallel models" in line]
     assert len(told) == (rank == 0)
+
+
+@on_ranks(2, timeout=30)
+def test_an_optimizer_that_makes_others_for_each_step_is_compared_once(rank: int, world_size: int) -> None:
+    """By its parameters: ids of objects that are gone are given to others, on some ranks only."""
+    model, adapter = Net(), adapter_of()
+    state = GradientCompression(model.named_parameters(), "int4")
+    params = [*model.parameters(), *adapter.parameters()]
+    matrices = {"params": [param for param in params if param.ndim == 2], "muon": True}
+    vectors = {"params": [param for param in params if param.ndim < 2], "muon": False}
+    optimizer = hf_compressopt.optim.muon.MuonAdamW([matrices, vectors], lr=1e-3)
+    kept = []
+    for number in range(30):
+        if rank:
+            kept += [torch.optim.SGD(adapter.parameters(), lr=0.1) for _ in range(number)]
+        model(batch(number), adapter).backward()
+        average_gradients(adapter.parameters())
+        state.average_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert same_on_all_ranks(params)
 
 
 # -- what must stay quiet ---------------------------------------------------------------------------------------------

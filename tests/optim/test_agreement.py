@@ -131,6 +131,32 @@ def test_ranks_with_different_hyperparameters_fail_together(rank: int, world_siz
                 optimizer.step()
 
 
+@pytest.mark.parametrize("bits", [4, 32])
+@on_ranks(2, timeout=30)
+def test_a_learning_rate_of_one_ranks_own_is_an_error_on_all_in_the_warmup_too(
+    rank: int, world_size: int, bits: int
+) -> None:
+    """As of a scheduler that looks at each rank's own loss: replicas would drift apart up to the switch."""
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(40, 40)
+        optimizer = hf_compressopt.OnebitAdam(model.parameters(), lr=1e-2, freeze_step=100, warmup_bits=bits)
+        forward: Any = model
+        if hooked:
+            forward = nn.parallel.DistributedDataParallel(model)
+            hf_compressopt.attach_ddp(forward, optimizer)
+        with pytest.raises(ValueError, match=r"ranks \[1\] differ from rank 0 in the hyperparameters"):
+            for step in range(9):
+                forward(torch.randn(2, 40)).square().sum().backward()
+                if not hooked:
+                    hf_compressopt.average_gradients(optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 4 and rank == 1:
+                    optimizer.param_groups[0]["lr"] = 1e-3
+        assert step == 5
+
+
 @pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
 @on_ranks(2, timeout=30)
 def test_a_step_that_has_failed_leaves_nothing_behind(rank: int, world_size: int, name: str) -> None:
@@ -241,6 +267,30 @@ def test_a_param_group_that_one_rank_adds_is_noticed_in_the_next_pass(rank: int,
                 hf_compressopt.average_gradients(optimizer)
             optimizer.step()
     assert step == 2
+
+
+@on_ranks(2, timeout=30)
+def test_a_parameter_that_one_rank_freezes_in_the_warmup_is_noticed_in_the_next_pass(
+    rank: int, world_size: int
+) -> None:
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 3))
+        optimizer = hf_compressopt.OnebitAdam(model.parameters(), lr=1e-2, freeze_step=9)
+        forward: Any = model
+        if hooked:
+            forward = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+            hf_compressopt.attach_ddp(forward, optimizer)
+        with pytest.raises(RuntimeError, match=r"rank 0 is in pass 1 of 4 parameters .*; rank 1 .* of 2 parameters"):
+            for step in range(4):
+                if step == 2 and rank == 1:
+                    model[1].requires_grad_(False)
+                forward(torch.randn(2, 40)).square().sum().backward()
+                if not hooked:
+                    hf_compressopt.average_gradients(optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert step == 2
 
 
 @pytest.mark.parametrize("name", FAMILY)

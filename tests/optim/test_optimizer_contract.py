@@ -654,6 +654,42 @@ def test_a_pickled_optimizer_shows_the_state_that_it_trains_with(name):
         assert all(torch.equal(shown[key], held[key]) and torch.equal(shown[key], saved[index][key]) for key in held)
 
 
+@pytest.mark.parametrize("name", FAMILY)
+@on_ranks(2)
+def test_a_pickled_optimizer_saves_the_errors_that_it_trains_with(rank, world_size, name):
+    params = [nn.Parameter(torch.ones(64, 5)), nn.Parameter(torch.ones(600))]
+    original = optimizer_of(name, params)
+    for step in range(7):
+        if step == 5:
+            pickled, others = pickle.loads(pickle.dumps((original, params)))
+        for optimizer, mine in ((original, params), (pickled, others)) if step > 4 else ((original, params),):
+            set_random_gradients(mine, optimizer, rank, step)
+            optimizer.step()
+    saved, expected = (optimizer.state_dict()["compressopt"] for optimizer in (pickled, original))
+    for key in ("worker_error", "server_error"):
+        assert_same(saved[key], expected[key])
+    assert any(bool(error.any()) for error in saved["worker_error"])
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_param_groups_that_are_taken_out_are_refused(name):
+    """Their state would go on moving the parameters."""
+    for way in ("a group", "another group", "a parameter"):
+        params = [nn.Parameter(torch.ones(8, 5)), nn.Parameter(torch.ones(16))]
+        optimizer = optimizer_of(name, [{"params": params[:1]}, {"params": params[1:]}])
+        set_random_gradients(params, optimizer, 0, 0)
+        optimizer.step()
+        groups = optimizer.param_groups
+        if way == "a group":
+            del groups[1]
+        elif way == "another group":
+            groups[1] = dict(groups[1])
+        else:
+            groups[1]["params"].pop()
+        with pytest.raises(ValueError, match="requires_grad_"):
+            optimizer.step()
+
+
 @on_ranks(2)
 def test_a_communicator_serves_two_optimizers(rank, world_size):
     """Each has its own counters."""

@@ -105,6 +105,32 @@ def test_a_resume_is_bitwise_with_gradients_of_any_size(world_size: int, seeds: 
         assert counts["runs"] == len(seeds) and counts["with still parameters"] > len(seeds) // 4, counts
 
 
+def lamb_of_which_a_half_stops(rank: int, world_size: int, how: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    optimizer = hf_compressopt.OnebitLamb(groups, lr=1e-3, freeze_step=220, betas=(0.6, 0.999), warmup_bits=32)
+    for step in range(224):
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(4, 32)).square().mean().backward()
+        for param in model[0].parameters():
+            if how == "without gradients" and step > 2:
+                param.grad.zero_()
+            elif how == "frozen":
+                param.requires_grad_(step < 221)
+        step_of(optimizer)
+        optimizer.zero_grad()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["without gradients", "frozen"])
+def test_lamb_goes_on_where_a_tensor_has_stopped(how: str) -> None:
+    """Its momentum is no more than rounding when the scales of messages are made, or a whole group is frozen."""
+    first, second = run_ranks(2, lamb_of_which_a_half_stops, how)
+    assert all(bool(param.isfinite().all()) for param in first)
+    assert all(map(torch.equal, first, second))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_variance_that_8_bits_hold_as_0_is_none(name: str) -> None:
     """1e-20 squared is no normal float32 number: the running process must not divide by its square root either."""
