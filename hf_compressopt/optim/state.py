@@ -341,8 +341,10 @@ def load_full(optimizer: Stateful, state_dict: dict[str, Any], entry: dict[str, 
     for number, group_tensors in enumerate(groups):
         group_tensors.fill_group({} if entry is None else entry["group_tensors"][number])
     _load_errors(optimizer, entry)
-    saved_tensors = optimizer._tensors if entry is None else entry["tensors"]
-    tensors = {name: torch.zeros_like(t) if entry is None else t.clone() for name, t in saved_tensors.items()}
+    if entry is not None:
+        tensors = {name: tensor.clone() for name, tensor in entry["tensors"].items()}
+    else:  # a plain state has no norms yet
+        tensors = {HISTORY: torch.zeros_like(optimizer._tensors[HISTORY])} if HISTORY in optimizer._tensors else {}
     StateToLoad(optimizer, header, saved_groups, groups, tensors).commit()
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
+from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, average_gradients
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.oracles.cases import Case, Problem, flat_params, make_optimizer, make_params, set_gradients
 from tests.oracles.steps import same, tensors_in
@@ -541,6 +541,41 @@ def test_state_crosses_over_from_and_to_adamw():
     new_adamw.load_state_dict(through_a_file(optimizer.state_dict()))
     assert new_optimizer.plan.step == 5
     assert_same(train(params, new_optimizer, 5, 8), train(others, new_adamw, 5, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in FAMILY), *(("OnebitAdam", o) for o in ({"zero_stage": 2}, {"clip": "late"}))],
+)
+@on_ranks(2)
+def test_a_plain_state_in_a_run_that_has_clipped_is_that_of_a_new_run(rank, world_size, name, options):
+    adam_params = [nn.Parameter(torch.ones(20, 17)), nn.Parameter(torch.ones(8))]
+    adamw = torch.optim.AdamW(adam_params)
+    train(adam_params, adamw, 1, 1)
+    found = []
+    for steps in (4, 0):
+        params = [nn.Parameter(p.detach().clone()) for p in adam_params]
+        optimizer = optimizer_of(name, params, max_grad_norm=1.0, **options)
+        for step in range(100, 100 + steps):
+            take_own_step(params, optimizer, rank, step)
+        optimizer.load_state_dict(adamw.state_dict())
+        with torch.no_grad():
+            for param, value in zip(params, adam_params, strict=True):
+                param.copy_(value)
+        for step in range(5):
+            take_own_step(params, optimizer, rank, step)
+        found.append(params)
+    assert_same(*found)
+
+
+def take_own_step(params, optimizer, rank, step):
+    """Take a step with gradients of the rank's own, as a loop without DistributedDataParallel does."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    sum((param * torch.randn(param.shape, generator=generator)).sum() for param in params).backward()
+    if optimizer.zero_stage != 2:
+        average_gradients(optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 # -- settings of torch and of the surroundings that must not matter: default dtypes and devices, a log that fails ------
