@@ -18,7 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 
 from hf_compressopt import (
     FusedAdam,
@@ -388,10 +393,20 @@ KEPT_BY_TORCH: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 LOST_BY_TORCH: dict[str, Callable[[nn.Module], Any]] = {
     **{name: partial(optimizer_of, name) for name in FAMILY},
+    "zero_stage=1": partial(optimizer_of, "OnebitAdam", zero_stage=1),
     "zero_stage=2": partial(optimizer_of, "OnebitAdam", zero_stage=2),
+    "ZeroOptimizer, stage 1": partial(ZeroOptimizer, optimizer_class=torch.optim.AdamW, lr=0.01, stage=1),
     "ZeroOptimizer": partial(ZeroOptimizer, optimizer_class=torch.optim.AdamW, lr=0.01),
+    "ZeroOptimizer, int4": partial(ZeroOptimizer, optimizer_class=torch.optim.AdamW, lr=0.01, grad_compression="int4"),
     "GradientCompression": GradientCompression,
 }
+
+
+TORCHS_OPTIONS = [
+    None,
+    StateDictOptions(full_state_dict=True, cpu_offload=True),
+    StateDictOptions(flatten_optimizer_state_dict=True),
+]
 
 
 @pytest.mark.parametrize("kind", [*KEPT_BY_TORCH, *LOST_BY_TORCH])
@@ -423,11 +438,15 @@ def test_torchs_own_checkpoints_hold_a_state_bitwise_or_refuse_it(rank: int, wor
         make, params = LOST_BY_TORCH[kind], (lambda m: m.parameters())
         optimizer, fresh = make(params(model)), make(params(twin))
         for steps in (range(4), range(4, 6)):  # before the first step too
-            with pytest.raises(RuntimeError, match="would lose a part of the state of .* hf_compressopt.save_state"):
-                if kind == "GradientCompression":
-                    dcp.save({"gradients": optimizer}, checkpoint_id="nowhere")
-                else:
-                    get_optimizer_state_dict(model, optimizer)
+            calls: list[Callable[[], Any]] = [lambda: dcp.save({"optimizer": optimizer}, checkpoint_id="nowhere")]
+            if kind != "GradientCompression":
+                calls += [partial(get_optimizer_state_dict, model, optimizer, options=each) for each in TORCHS_OPTIONS]
+                calls += [lambda: get_state_dict(model, optimizer)]
+            for call in calls:
+                with pytest.raises(
+                    RuntimeError, match="would lose a part of the state of .* hf_compressopt.save_state"
+                ):
+                    call()
             go_on(model, optimizer, steps)
             go_on(twin, fresh, steps)
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
