@@ -1,13 +1,10 @@
-"""Methods that parts of an object, or hooks, call without keeping the object alive, and hooks that go with it."""
+"""Methods that parts of an object call without keeping the object alive."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod, finalize, ref
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
+from typing import Any
+from weakref import ref
 
 
 class WeakCall:
@@ -32,37 +29,3 @@ class WeakCall:
 
 def _weak_call(owner: Any, name: str) -> WeakCall:
     return WeakCall(getattr(owner, name))
-
-
-class Hooks:
-    """The hooks that an object has on others. They are removed when it goes."""
-
-    def __init__(self) -> None:
-        self._handles: list[RemovableHandle] = []
-        finalize(self, _remove, self._handles).atexit = False
-
-    def __len__(self) -> int:
-        return len(self._handles)
-
-    def add(self, handle: RemovableHandle) -> None:
-        self._handles.append(handle)
-
-    def remove(self) -> None:
-        """Remove them all."""
-        _remove(self._handles)
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
-
-
-def weak_hook(method: Callable[..., object], *args: Any) -> Callable[[object], None]:
-    """Return a hook that calls a method with these arguments while its object lives."""
-    weak = WeakMethod(method)
-
-    def call(_: object) -> None:
-        if (alive := weak()) is not None:
-            alive(*args)
-
-    return call

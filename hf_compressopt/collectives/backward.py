@@ -26,8 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import Pipeline
-from hf_compressopt.collectives.sender import Sender, StepPasses
-from hf_compressopt.weak import Hooks, weak_hook
+from hf_compressopt.collectives.sender import Hooks, Sender, StepPasses, weak_hook
 
 logger = logging.getLogger(__name__)
 

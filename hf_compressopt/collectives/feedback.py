@@ -27,11 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import BucketErrors
+from hf_compressopt.collectives.sender import Hooks, weak_hook
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Average, Combination, CompactErrors, Errors
 from hf_compressopt.kernels.compact import ERROR_FORMAT, tensor_of
 from hf_compressopt.kernels.memory import reads_at_once
-from hf_compressopt.weak import Hooks, weak_hook
 
 logger = logging.getLogger(__name__)
 

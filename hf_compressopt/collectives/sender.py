@@ -31,18 +31,18 @@ from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequen
 from functools import cache, partial
 from itertools import count
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet, finalize
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_compressopt.collectives.communicator import Communicator, digest_of
 from hf_compressopt.collectives.exchange import Pipeline
 from hf_compressopt.kernels.memory import fetch_later, numbers_on, reads_at_once
-from hf_compressopt.weak import Hooks
 
 _RECORDS: WeakSet[SendRecord] = WeakSet()
 _NUMBERS = count()  # of records, alike on all ranks, which send in their order
@@ -599,3 +599,40 @@ def passes_of(params: Sequence[Tensor]) -> StepPasses:
         _watch_steps()
         _PLAIN[params[0]] = StepPasses("average_gradients")
     return _PLAIN[params[0]]
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+class Hooks:
+    """The hooks that an object has on others. They are removed when it goes."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        finalize(self, _remove, self._handles).atexit = False
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def add(self, handle: RemovableHandle) -> None:
+        self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Remove them all."""
+        _remove(self._handles)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+def weak_hook(method: Callable[..., object], *args: Any) -> Callable[[object], None]:
+    """Return a hook that calls a method with these arguments while its object lives."""
+    weak = WeakMethod(method)
+
+    def call(_: object) -> None:
+        if (alive := weak()) is not None:
+            alive(*args)
+
+    return call

@@ -27,13 +27,12 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hf_compressopt.collectives.buffers import broadcast_together
 from hf_compressopt.collectives.communicator import all_reduce_bytes
-from hf_compressopt.collectives.sender import SendRecord, listed
+from hf_compressopt.collectives.sender import Hooks, SendRecord, listed
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.clipping import teach_torch_to_mix
 from hf_compressopt.fsdp.units import Unit, outside
 from hf_compressopt.grad_compression import FULL, GradientCompression
 from hf_compressopt.optim.math import bit_sum
-from hf_compressopt.weak import Hooks
 
 logger = logging.getLogger(__name__)
 

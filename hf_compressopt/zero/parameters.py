@@ -261,7 +261,9 @@ class PartitionedParameters:
         values = [hyperparameters(group) for group in groups]
         is_lamb = issubclass(self.optimizer_class, Lamb)
         ratios = self._trust_ratios(values) if is_lamb else {}
-        pipeline, exact = Pipeline(FLOAT_BYTES * self.config.gather_numel), ExactParameters(self.tensors, self.config)
+        pipeline = Pipeline(FLOAT_BYTES * self.config.gather_numel)
+        in_16_bits = any(tensor.dtype.itemsize == 2 for tensor in self.tensors)
+        exact = ExactParameters(self.tensors, self.config) if in_16_bits else None
         for bucket in self.buckets:
             if is_lamb:
                 bucket.apply(ratios)
@@ -271,11 +273,12 @@ class PartitionedParameters:
                 bucket.step()
             bucket.give_hyperparameters(groups, values)
             self._send(bucket, pipeline, exact)
-        exact.send(pipeline)
+        if exact is not None:
+            exact.send(pipeline)
         pipeline.drain()
-        self.bits_per_parameter = exact.bits_per_parameter
+        self.bits_per_parameter = None if exact is None else exact.bits_per_parameter
 
-    def _send(self, bucket: UpdateBucket, pipeline: Pipeline, exact: ExactParameters) -> None:
+    def _send(self, bucket: UpdateBucket, pipeline: Pipeline, exact: ExactParameters | None) -> None:
         """Write a bucket's parts back, drop their gradients, keep the errors, and start sending the parameters."""
         for part in bucket.parts:
             part.tensor.grad = None
@@ -287,7 +290,7 @@ class PartitionedParameters:
             if (form := gradients.param_form) is not None:
                 nbytes = communicator.world_size * form.nbytes(cut.part_numel)
                 pipeline.add(send_differences(self.tensors, mine, cut, communicator, form), nbytes)
-            elif exact.takes(cut, communicator):
+            elif exact is not None and exact.takes(cut, communicator):
                 exact.add(cut, communicator, mine)
             else:
                 for part in mine:
