@@ -107,11 +107,11 @@ class BackwardPasses(Sender):
         """Add parameters, whose numbers follow those of earlier ones, and buckets of the numbers of their members."""
         take_over(params, self.name)
         guard_torch_clipping()
-        for number, param in enumerate(params, start=len(self._hooks)):
+        for number, param in enumerate(params, start=len(self._owned)):
             hook = weak_hook(self.gradient_arrived, number)
             self._hooks.add(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._owned.update(map(id, params))
-        self.passes.note_members(len(self._hooks))
+        self.passes.note_members(len(self._owned))
         self.add_buckets(buckets)
         _watch_steps()
 
@@ -199,13 +199,9 @@ class BackwardPasses(Sender):
         self._task = self._nested = None
         self._open = self._begun = False
 
-    def gradients_taken(self) -> None:
-        """Leave further gradients in ``p.grad`` until :meth:`gradients_used`."""
-        self.done = True
-
-    def gradients_used(self) -> None:
-        """Take gradients again: a step has used those before, or they were thrown away."""
-        self.done = False
+    def leave_gradients(self, done: bool) -> None:
+        """Leave gradients in ``p.grad`` from now on, or take them again: those before were used or thrown away."""
+        self.done = done
 
     def meet(self) -> None:
         """End a pass, and compare the passes of all ranks before a step uses them. All ranks call."""

@@ -249,7 +249,8 @@ class GradientRounds(Sender):
         if len(buckets) != len(self._buckets) or any(a is not b for a, b in zip(buckets, self._buckets, strict=True)):
             self._buckets = list(buckets)
             self._runs = list(runs_of(buckets))
-            self.replace_buckets(chain.from_iterable(bucket.members() for bucket in run) for run in self._runs)
+            together = (chain.from_iterable(bucket.members() for bucket in run) for run in self._runs)
+            self.add_buckets(together, alone=True)
             rows = [(b.form(), b.owner, [(p.index, p.start, p.stop) for p in b.bucket.pieces]) for b in buckets]
             mine = repr(rows)
             if communicator is not None and mine != self._checked:

@@ -1,16 +1,9 @@
 """What sends gradients: passes that the ranks count and compare, buckets in one order, and what was sent of them.
 
-A pass is one call of backward, or of a plain loop's average. Three things are known of it here.
-
-:class:`StepPasses`: how many passes a step has. A rank that runs one more is an error on all: its messages would meet
-those of the others' step, and be averaged with another gradient, or hang. So the ranks compare ten numbers, 40 bytes,
-at the beginning of a pass that sends gradients, and before a step that uses them. One stands for the hyperparameters,
-such as the rate of a scheduler that looks at a loss of its own rank.
-
-:class:`Sender`: which buckets are sent, and in which order. What feeds it are DistributedDataParallel's hook and plain
-loops (:mod:`~hf_compressopt.collectives.gradients`), and hooks of parameters
-(:mod:`~hf_compressopt.collectives.backward`). FSDP2 orders its units itself, among messages of its own, and whether a
-pass sends is known after the last one: it counts passes where they end, and has no sender.
+A pass is one call of backward, or of a plain loop's average: :class:`StepPasses` counts, and :class:`Sender` sends its
+buckets. It is fed by DistributedDataParallel's hook and plain loops (:mod:`~hf_compressopt.collectives.gradients`), and
+by hooks of parameters (:mod:`~hf_compressopt.collectives.backward`). FSDP2 orders its units itself, among messages of
+its own, and whether a pass sends is known after the last one: it counts passes where they end, and has no sender.
 
 :class:`SendRecord`: which gradients this package must send, whatever forward and its caller do. Autograd tells of every
 gradient that it has added to, by a hook on the parameter that no forward can go around; who sends tells it by
@@ -65,7 +58,10 @@ _WHY = (
 class StepPasses:
     """The backward passes since the last step that send gradients: all ranks run as many, or all raise an error.
 
-    A rank that runs one more meets the others' next step, or their next pass: its gradients would get there.
+    The messages of a rank that runs one more would meet those of the others' step or next pass, and be averaged with
+    another gradient, or hang. So the ranks compare ten numbers, 40 bytes, where such a pass begins, and before a step
+    that uses it. One stands for the hyperparameters, such as the rate of a scheduler that looks at a loss of its own
+    rank.
     """
 
     def __init__(self, name: str) -> None:
@@ -261,19 +257,16 @@ class Sender(ABC):
 
     # -- buckets ------------------------------------------------------------------------------------------------------
 
-    def add_buckets(self, buckets: Iterable[Iterable[Hashable]]) -> None:
-        """Add buckets of these members behind the others."""
+    def add_buckets(self, buckets: Iterable[Iterable[Hashable]], *, alone: bool = False) -> None:
+        """Add buckets of these members behind the others, or ``alone``, in their place."""
+        if alone:
+            self.buckets_of, self._members, self._sequence = {}, [], []
         for members in map(frozenset, buckets):
             for member in members:
                 self.buckets_of.setdefault(member, []).append(len(self._members))
             self._sequence.append(len(self._members))
             self._members.append(members)
         self.await_anew()
-
-    def replace_buckets(self, buckets: Iterable[Iterable[Hashable]]) -> None:
-        """Send these buckets in place of the others."""
-        self.buckets_of, self._members, self._sequence = {}, [], []
-        self.add_buckets(buckets)
 
     def agree_on_order(self, communicator: Communicator) -> None:
         """Send buckets from now on in the order in which they were complete on rank 0. All ranks call, after passes."""
@@ -610,9 +603,6 @@ class Hooks:
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         finalize(self, _remove, self._handles).atexit = False
-
-    def __len__(self) -> int:
-        return len(self._handles)
 
     def add(self, handle: RemovableHandle) -> None:
         self._handles.append(handle)

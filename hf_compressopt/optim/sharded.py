@@ -524,7 +524,7 @@ class ShardedOverlap(OverlapSender):
         for param, parts in zip(self._params, self._parts_to_send, strict=True):
             if not parts:
                 param.grad = None  # also of parameters of no element
-        self.passes.gradients_taken()
+        self.passes.leave_gradients(True)
         self._buckets = []  # they hold errors, old and new, of which the step lets go
         self.note_gradients()
 
@@ -561,7 +561,7 @@ class ShardedOverlap(OverlapSender):
         self.clipped = 1.0
         self._dropped = False
         if self._passes is not None:
-            self._passes.gradients_used()
+            self._passes.leave_gradients(False)
 
     def state_loaded(self) -> None:
         super().state_loaded()
