@@ -1,5 +1,7 @@
 """What a frozen variance and the scales of signs do to elements whose gradients differ from their neighbours'."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
@@ -77,3 +79,40 @@ def test_no_element_moves_far_further_than_without_compression(rank: int, world_
         found = train(rank, kind, options, autocast)
         context = f"{kind.__name__}, {options}: moved and loss {found}, without compression {moved, loss}"
         assert found[0] < 20 * moved and found[1] < 1.01 * loss, context
+
+
+@on_ranks(2)
+def test_matrices_that_share_a_block_of_signs_learn_at_their_ends(rank: int, world_size: int) -> None:
+    """The gradients of one are a thousand times as large as those of the other, whose begin gets their scale."""
+    messages.OWN_BLOCKS = 2  # as it is in the package
+    shape, block, rate = (70, 130), 4096, 2e-2
+    targets = [torch.randn(shape, generator=torch.Generator().manual_seed(number)) for number in range(2)]
+
+    def train(kind: type[torch.optim.Optimizer], **options: Any) -> tuple[torch.Tensor, float]:
+        """The squared distances from the targets at the end, and the largest change of an element."""
+        params = [torch.nn.Parameter(torch.zeros(shape)) for _ in targets]
+        optimizer = kind(params, lr=rate, **options)
+        moved = 0.0
+        for step in range(160):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            for param, target, size in zip(params, targets, (1.0, 1e-3), strict=True):
+                noise = 0.5 * torch.randn(shape, generator=generator)
+                param.grad = size * (param.detach() - target + noise)
+            average_gradients(optimizer if hasattr(optimizer, "plan") else params)
+            optimizer.step()
+            moved = max(moved, *(float(param.detach().abs().max()) for param in params))
+        distances = [(param.detach() - target).square() for param, target in zip(params, targets, strict=True)]
+        return torch.cat([distance.flatten() for distance in distances]), moved
+
+    begin, end = 2 * block, 3 * block  # the block that both have a part of
+    assert begin < targets[0].numel() < end
+    _, moved_without = train(torch.optim.AdamW, weight_decay=0.0)
+    for kind, options in (
+        (OnebitAdam, {"freeze_step": 40}),
+        (OnebitAdam, {"freeze_step": 40, "zero_stage": 1}),
+        (ZeroOneAdam, {"var_freeze_step": 40}),
+    ):
+        distances, moved = train(kind, **options)
+        beside = torch.cat([distances[:begin], distances[end:]]).mean()
+        context = f"{kind.__name__}, {options}: {float(distances[begin:end].mean())}, beside {float(beside)}, {moved}"
+        assert float(distances[begin:end].mean()) < 1.5 * float(beside) and moved < 1.2 * moved_without, context
