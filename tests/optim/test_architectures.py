@@ -2,7 +2,7 @@
 
 Where queries, keys and values have biases of their own the true gradient of the keys' is 0; gradients of queries and
 keys grow a hundredfold when a model learns late what attention is for; rows of an embedding that are hardly ever met
-have hardly any variance.
+have hardly any variance; a temperature is one element beside matrices.
 """
 
 import pydoc_data.topics
@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn import functional
 
 from hf_compressopt import GradientCompression, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, average_gradients
@@ -108,6 +110,46 @@ def rare_words() -> tuple[torch.nn.Module, Batches]:
     return Words(words), batch
 
 
+class Tower(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.mid, self.down = nn.Linear(width, 128), nn.Linear(128, 128), nn.Linear(128, 64)
+        self.norm, self.scale = nn.LayerNorm(128), nn.Parameter(torch.ones(128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.mid(self.norm(torch.relu(self.up(x))) * self.scale))
+        return functional.normalize(self.down(x), dim=-1)
+
+
+class Towers(nn.Module):
+    """Two views of a thing find each other among those of all ranks, by features that the loss gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Tower(48), Tower(64)
+        self.logit_scale = nn.Parameter(torch.tensor(1 / 0.07).log())
+
+    def forward(self, first: Tensor, second: Tensor) -> dict[str, Tensor]:
+        features = [torch.cat(all_gather(tower)) for tower in (self.first(first), self.second(second))]
+        logits = self.logit_scale.exp() * features[0] @ features[1].T
+        right = torch.arange(len(logits))
+        return {"loss": (functional.cross_entropy(logits, right) + functional.cross_entropy(logits.T, right)) / 2}
+
+
+def clip() -> tuple[nn.Module, Batches]:
+    views = [torch.randn(16, width, generator=torch.Generator().manual_seed(width)) / 4 for width in (48, 64)]
+
+    def batch(generator: torch.Generator) -> Batch:
+        things = torch.randn(32, 16, generator=generator)
+        first, second = (torch.tanh(things @ view) for view in views)
+        return {
+            "first": first + 0.5 * torch.randn(first.shape, generator=generator),
+            "second": second + 0.5 * torch.randn(second.shape, generator=generator),
+        }
+
+    return Towers(), batch
+
+
 #: What compresses a method's messages, its options, and the uncompressed optimizer that it is compared with.
 METHODS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], str]] = {
     "int4": (torch.optim.AdamW, {}, "AdamW"),
@@ -119,12 +161,12 @@ METHODS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], str]] = {
 }
 #: Above what share of that one's loss a method's loss is a defect: seeds differ by some per cent.
 MOST = {"int4": 1.01, "OnebitAdam": 1.02, "ZeroOneAdam": 1.03, "OnebitLamb": 1.03}
-FAMILIES = {"BERT": bert, "GPT": gpt, "ViT": vit, "rare words": rare_words}
+FAMILIES = {"BERT": bert, "GPT": gpt, "ViT": vit, "rare words": rare_words, "CLIP": clip}
 
 
-def train(rank: int, family: str, method: str, autocast: bool) -> tuple[float, float]:
+def train(rank: int, family: str, method: str, autocast: bool, seed: int = 0) -> tuple[float, float]:
     """The largest change of an element at any time, and the mean loss of the last steps on all ranks."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model, batch = FAMILIES[family]()
     kind, options, _ = METHODS[method]
     params = [param for param in model.parameters() if param.requires_grad]
@@ -135,7 +177,7 @@ def train(rank: int, family: str, method: str, autocast: bool) -> tuple[float, f
     gradients = GradientCompression(model.named_parameters(), "int4") if method == "int4" else None
     moved, losses = torch.zeros(()), []
     for step in range(STEPS):
-        generator = torch.Generator().manual_seed(1000 * step + rank)
+        generator = torch.Generator().manual_seed(1_000_000 * seed + 1000 * step + rank)
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             loss = model(**batch(generator))["loss"]
@@ -169,3 +211,21 @@ def test_every_method_trains_every_family_of_models(rank: int, world_size: int, 
             context = f"{family}, {method}: moved and loss {found[method]}, {other} {found[other]}"
             assert moved < 20 * moved_there, context
             assert loss < MOST[method] * loss_there, context
+
+
+SEEDS = (0, 1, 2)
+
+
+@pytest.mark.full
+@on_ranks(2, timeout=300)
+def test_the_loss_of_a_bert_ends_within_a_percent_of_adamws(rank: int, world_size: int) -> None:
+    """On the average of three seeds, whose biases of queries, keys and values are parameters of their own.
+
+    Measured, by seed: OnebitAdam +0.74, +0.25, +0.57 %, ZeroOneAdam +0.80, +0.28, +0.68 %; a fourth one +0.28, +0.31 %.
+    """
+    messages.OWN_BLOCKS = 2  # as it is in the package
+    methods = ("AdamW", "OnebitAdam", "ZeroOneAdam")
+    losses = {method: [train(rank, "BERT", method, False, seed)[1] for seed in SEEDS] for method in methods}
+    for method in methods[1:]:
+        shares = [loss / plain for loss, plain in zip(losses[method], losses["AdamW"], strict=True)]
+        assert sum(shares) / len(SEEDS) < 1.01, (method, shares)
