@@ -554,11 +554,18 @@ class HandedOut:
         self._made, self._kept, self._used = {}, None, {}
         return lambda member: member.flags(flags) if any(flags.values()) else []
 
-    def use(self, params: Collection[Tensor] | None = None, *, checked: bool = True) -> None:
-        """Note that a step uses the gradients of some parameters, by default of all; if ``checked`` those in p.grad."""
-        for param in self._made:
-            if (params is None or param in params) and (param.grad is not None or not checked):
-                self._used[param] = True
+    def use(
+        self, params: Collection[Tensor] | None = None, *, checked: bool = True, skipped: Tensor | None = None
+    ) -> None:
+        """Note that a step uses the gradients of some parameters, by default of all; if ``checked`` those in p.grad.
+
+        ``skipped``: whether the step changes nothing, [1], which the host does not read.
+        """
+        used = [p for p in self._made if (params is None or p in params) and (p.grad is not None or not checked)]
+        self._used.update(dict.fromkeys(used, True))
+        if used and skipped is not None:
+            for each in self._members():
+                each.errors.spoil(skipped.reshape(()) != 0)
         if self._used:
             self._unused_passes = None
             if len(self._used) == len(self._made):
@@ -611,6 +618,11 @@ def _watch_steps() -> None:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Note for all that are watching what a step of an optimizer uses; torch calls."""
+    """Note for all that are watching what a step of an optimizer uses; torch calls.
+
+    A gradient scaler leaves it to fused optimizers to skip a step: it tells them by an attribute.
+    """
+    skipped = getattr(optimizer, "found_inf", None)
     for handed_out in [each for each in list(_WATCHING) if each._made]:
-        handed_out.use({param for group in optimizer.param_groups for param in group["params"]})
+        params = {param for group in optimizer.param_groups for param in group["params"]}
+        handed_out.use(params, skipped=skipped if isinstance(skipped, Tensor) else None)

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt import (
+    FusedAdam,
     GradientCompression,
     OnebitAdam,
     attach_ddp,
@@ -313,6 +314,24 @@ def test_what_no_rank_uses_in_every_second_step_keeps_its_errors(
             optimizer.zero_grad(set_to_none=to_none)
             mean += used * sum(pieces(r, step, 4096) for r in range(world_size)) / world_size
         assert float((net.other + mean).square().mean().sqrt()) < most, (options, to_none)
+
+
+@on_ranks(2)
+def test_a_step_that_a_fused_optimizer_skips_changes_no_error(rank: int, world_size: int) -> None:
+    """A gradient scaler calls it all the same; what is not finite lies in a parameter that travels otherwise."""
+    weight, other = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(3))
+    state, scaler = GradientCompression([weight], "int4"), torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer = FusedAdam([weight, other], lr=1e-2)
+    for step in range(3):
+        before, errors = weight.detach().clone(), state.worker_error.clone()
+        scaler.scale((weight * pieces(rank, step, 4096)).sum() + other.sum()).backward()
+        state.average_gradients()
+        if step == 1:
+            other.grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(weight.detach(), before) == torch.equal(state.worker_error, errors) == (step == 1)
 
 
 @on_ranks(2)
