@@ -129,7 +129,7 @@ def exchange_buckets(
             waiting.append((step, exchange))
             messages.append(message)
         else:
-            _finish(exchange, step.state.masked(step.bucket, average))
+            finish(exchange, step.state.masked(step.bucket, average))
     if not waiting:
         return
     first, _ = waiting[0]
@@ -137,7 +137,7 @@ def exchange_buckets(
     task = all_reduce(messages, errors, first.state.form_of(first.bucket), first.state.communicator)
     del messages, message  # gradients may be freed while their messages travel
     for (step, exchange), average in zip(waiting, (yield from task), strict=True):
-        _finish(exchange, step.state.masked(step.bucket, average))
+        finish(exchange, step.state.masked(step.bucket, average))
 
 
 def message_of(exchange: Exchange) -> Combination:
@@ -147,7 +147,7 @@ def message_of(exchange: Exchange) -> Combination:
     return message
 
 
-def _finish(exchange: Exchange, average: Average) -> None:
+def finish(exchange: Exchange, average: Average) -> None:
     """Send an exchange its average, after which it ends."""
     try:
         exchange.send(average)
