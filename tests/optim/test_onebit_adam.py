@@ -70,7 +70,7 @@ def test_warmup_is_adamw_bit_for_bit(rank, world_size):
 
 @pytest.mark.parametrize("at_once", [True, False])  # on a GPU steps are counted there and on the host
 def test_fused_warmup_prepares_once(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
-    monkeypatch.setattr("hf_compressopt.optim.group.reads_at_once", lambda device: at_once)
+    monkeypatch.setattr("hf_compressopt.optim.moments.reads_at_once", lambda device: at_once)
     runs = []
     for anew in (False, True):
         params = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in ((7, 5), (12,), (3,))]
