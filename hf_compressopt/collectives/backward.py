@@ -284,6 +284,11 @@ def take_over(params: Sequence[Tensor], name: str) -> None:
         )
 
 
+def is_taken(param: Tensor) -> bool:
+    """True if a living owner takes the gradient of a parameter by its hook."""
+    return any(passes.owned_of([param]) for passes in list(_LIVING))
+
+
 @functools.cache
 def _watch_steps() -> None:
     register_optimizer_step_post_hook(_check_step)

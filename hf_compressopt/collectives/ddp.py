@@ -129,7 +129,7 @@ class GradientSync:
         self._sends = self.communicator.world_size > 1 and (self._hands_out or unlike)
         if beside and self.optimizers and not self._told_of_unowned:
             self._tell_of_unowned()
-        if self._reduces and self.optimizers:
+        if self._reduces and self.optimizers and self.communicator.world_size > 1:
             self._note_what_is_alike(self.optimizers[0].passes)
         ranks = [self.communicator] if self._reduces else []  # the first one compares for all that are averaged
         for optimizer, overlap in zip(self.optimizers, self._overlaps, strict=True):

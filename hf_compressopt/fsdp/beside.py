@@ -75,6 +75,7 @@ class BesideUnits:
         self._options = {**options, "process_group": _group_of(mesh)}
         self._own = SendRecord("compress_fsdp")  # of what each rank keeps for itself
         self._told_of_reentrant = False
+        self._told_of_unfrozen = False
         self._hooks = Hooks()
         self.find()
         self._late = model.register_forward_pre_hook(self._find_late)
@@ -89,13 +90,33 @@ class BesideUnits:
             unit.is_synchronizing and not (self._replicated and unit.more_to_come) for unit in self._units
         )
 
-    def unfrozen_in(self, given: set[int]) -> list[str]:
-        """Name those of some parameters, by id, that have gradients, and whose units were frozen: no hook has them."""
+    def unfrozen_in(self, stepped: set[int]) -> list[str]:
+        """Name those of some parameters, by id, that have gradients which nobody has averaged over the replicas.
+
+        All parameters of their units were frozen at first, so that no hook has them. Where FSDP2 averages such
+        gradients itself, in full precision, a warning says so once.
+        """
         if self._compression == FULL:
             return []
         frozen = [unit for unit in self._units if not unit.names]
-        found = {id(p) for unit in frozen for p in unit.params if p.grad is not None} & given
-        return [name for name, param in self._model.named_parameters() if id(param) in found] if found else []
+        apart = [unit for unit in frozen if self._replicated and not unit.is_replicated]
+        if names := self._with_gradients(apart, stepped):
+            return names
+        names = [] if self._told_of_unfrozen else self._with_gradients(frozen, stepped)
+        self._told_of_unfrozen = self._told_of_unfrozen or bool(names)
+        if names and dist.get_rank() == 0:
+            logger.warning(
+                "FSDP2 averages the gradients of %s in full precision: all parameters of their units, of one "
+                "fully_shard call each, were frozen when grad_compression began. To compress them too, make parameters "
+                "trainable before compress_fsdp, or prepare()",
+                listed(names),
+            )
+        return []
+
+    def _with_gradients(self, units: Sequence[Unit], stepped: set[int]) -> list[str]:
+        """Name the parameters of units that have gradients and are among those, by id, which a step moves."""
+        having = {id(p) for unit in units for p in unit.params if p.grad is not None} & stepped
+        return [name for name, param in self._model.named_parameters() if id(param) in having] if having else []
 
     def describe(self) -> str:
         """What becomes of them, for a log, to be put behind a sentence; "" if there are none."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.announce import Announcement
+from hf_compressopt.collectives.backward import is_taken
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.kernels.memory import in_float32
@@ -316,14 +317,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
-        others: list[Tensor] = []
-        if parameters is not None:
-            given, own = {id(param): param for param in parameters}, set(map(id, self.partition.tensors))
-            if not own <= given.keys():
-                raise ValueError("parameters must hold all trainable parameters of the optimizer, some are missing")
-            others = [param for number, param in given.items() if number not in own and param.requires_grad]
+        chosen = {} if parameters is None else {id(param): param for param in parameters}
+        if parameters is not None and not set(map(id, self.partition.tensors)) <= chosen.keys():
+            raise ValueError("parameters must hold all trainable parameters of the optimizer, some are missing")
         self._reducer.max_norm = float(max_norm)
-        square = self._finish_gradients()
+        square = self._finish_gradients()  # which takes in parameters that have become trainable
+        others = [param for param in chosen.values() if param.requires_grad and not is_taken(param)]
         if others:
             square += self._mean_square_of(others)
         norm = in_float32(math.sqrt(square)) if square >= 0 else math.nan

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
@@ -459,18 +459,37 @@ def shards_in_a_compressed_optimizer(rank: int) -> None:
     OnebitAdam([p for p in net.parameters() if p.requires_grad], freeze_step=2)
 
 
-def unfrozen_unit(rank: int) -> None:
-    net, mesh = base(frozen=False), init_device_mesh("cpu", (2,))
+def unfreeze_a_unit(mesh: DeviceMesh, of_units: DeviceMesh) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a model with the gradients of a pass, and with a unit that was frozen at first; and its optimizer."""
+    net = base(frozen=False)
     net[0].requires_grad_(False)
     for layer in (net[0], net[2], net):
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=of_units)
     compress_fsdp(net, mesh)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     backward(net, 0, "")
-    optimizer.step()
+    optimizer.zero_grad()
     net[0].requires_grad_(True)
     backward(net, 1, "")
-    optimizer.step()
+    return net, optimizer
+
+
+def unfrozen_unit(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    unfreeze_a_unit(mesh, mesh["shard"])[1].step()
+
+
+@on_ranks(2)
+def test_a_unit_that_is_unfrozen_later_is_averaged_by_fsdp2_with_a_warning(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    net, optimizer = unfreeze_a_unit(mesh, mesh)
+    reference = base(frozen=False)
+    reference(data(1)).square().mean().backward()
+    assert torch.allclose(net[0].weight.grad.full_tensor(), reference[0].weight.grad, atol=1e-6)
+    with log_lines() as lines:
+        for _ in range(2):
+            optimizer.step()
+    assert sum("gradients of 0.weight, 0.bias in full precision" in line for line in lines) == (rank == 0)
 
 
 def replicas_apart(rank: int) -> None:

@@ -503,6 +503,28 @@ def test_a_model_parallel_group_agrees_on_norm_and_overflow(rank: int, world_siz
     assert optimizer.step_was_skipped
 
 
+@on_ranks(2)
+def test_clipping_takes_all_parameters_of_a_model_that_unfreezes_or_has_two_optimizers(
+    rank: int, world_size: int
+) -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    layers[1].requires_grad_(False)
+    optimizer = ZeroOptimizer(layers.parameters(), torch.optim.AdamW, lr=0.1)
+    for _ in range(2):
+        layers(torch.ones(2, 4)).sum().backward()
+        optimizer.clip_grad_norm_(1e-3, layers.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        layers.requires_grad_(True)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    both = [ZeroOptimizer(layer.parameters(), torch.optim.SGD, lr=1.0) for layer in layers]
+    layers(torch.ones(2, 4)).sum().backward()
+    for optimizer in both:
+        assert float(optimizer.clip_grad_norm_(1e-3, layers.parameters())) > 1e-3
+        optimizer.step()
+    assert same_on_all_ranks(list(layers.parameters()))
+
+
 @pytest.mark.invariant(4)
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 @on_ranks(4)
