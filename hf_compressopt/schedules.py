@@ -74,10 +74,11 @@ class Schedule:
                 if value != AUTO:
                     raise ValueError(f"{name} must be an int >= 1, or 'auto', got {value!r}")
                 continue
+            auto = f", or {AUTO!r}" if name == "freeze_step" else ""
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int >= 1, got {value!r}")
+                raise TypeError(f"{name} must be an int >= 1{auto}, got {value!r}")
             if value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
+                raise ValueError(f"{name} must be >= 1{auto}, got {value}")
 
     def plan(self, step: int) -> StepPlan:
         warmup = self.is_in_warmup_stage(step)

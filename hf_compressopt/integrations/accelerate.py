@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,7 @@ from hf_compressopt.integrations.plugin import UNREAD, CompressOptPlugin
 from hf_compressopt.integrations.run_options import NONE, RunOptions
 from hf_compressopt.optim.state import STATE_KEY
 from hf_compressopt.options import texts_of
+from hf_compressopt.schedules import AUTO
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ class Attachment:
     """State of a CompressOptAccelerator beside that of an Accelerator."""
 
     options: RunOptions = field(default_factory=RunOptions)
+    has_options: bool = False  # a Trainer's, or a plug-in's
+    plugin: CompressOptPlugin | None = None  # whose options they are
     checked: bool = False  # since the last object was prepared
     models: Models = field(default_factory=Models)
     partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
@@ -83,13 +87,19 @@ class Attachment:
     rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done
     meetings: int = 0  # of all ranks, where each of them calls the same
 
-    def take(self, options: RunOptions) -> None:
+    def take(self, options: RunOptions, plugin: CompressOptPlugin | None = None) -> None:
         """Take the options of a Trainer or of a plug-in."""
-        self.options = options
+        self.options, self.has_options, self.plugin = options, True, plugin
+
+    def read_plugin(self) -> None:
+        """Take what the plug-in says now: its fields may be set until something is prepared."""
+        if self.plugin is not None:
+            self.options = self.plugin.run_options()
 
     def leave_gradients_alone(self) -> None:
         """Compress no gradients of ordinary optimizers, as there is nobody to send them to."""
-        self.options = replace(self.options, grad_compression=NONE)
+        self.options = replace(self.options, grad_compression=NONE, param_compression=AUTO)
+        self.plugin = None
 
     @contextmanager
     def checkpoint(self) -> Iterator[None]:
@@ -188,6 +198,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare as Accelerate does; a model whose optimizer is partitioned gets no DDP."""
+        self._compressopt.read_plugin()
         for optimizer in map(innermost, args):
             if hasattr(optimizer, "param_groups") or type(optimizer).__name__ == "DummyOptim":  # DeepSpeed's own
                 check_distributed_type(self, optimizer, self._compressopt.options)
@@ -201,6 +212,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare as Accelerate does; a model that was prepared for evaluation only is prepared anew for training."""
+        self._compressopt.read_plugin()
         state, options = self._compressopt, self._compressopt.options
         loaded = is_loaded_in_shards(without_compile(model))
         if loaded and not evaluation_mode:
@@ -230,6 +242,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Prepare as Accelerate does; by the plugin, an Adam or AdamW becomes a compressed optimizer."""
+        self._compressopt.read_plugin()
         state, options = self._compressopt, self._compressopt.options
         check_distributed_type(self, innermost(optimizer), options)
         if self.is_main_process and (reason := options.why_left_alone(innermost(optimizer))):
@@ -479,7 +492,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def end_training(self) -> None:
         """End the training as Accelerate does, after the saves in the background, and say what the run has sent."""
-        self._close_passes("ends the training")
+        if sys.exc_info()[0] is None:  # else, in a ``finally``, the others do something else
+            self._close_passes("ends the training")
         io.wait_for_saves()
         line = closing_line(*self.our_optimizers(), *self._compressopt.models.compressions())
         if line and self.is_main_process:
@@ -489,9 +503,10 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     def _close_passes(self, doing: str) -> None:
         """Raise an error on all ranks if one is still in a backward pass. All ranks call; one alone is told so."""
         models, ours = self._compressopt.models, self.our_optimizers()
-        if self.num_processes > 1 and (ours or models.compressions()):
-            self._compressopt.meetings += 1
-            tell_who_is_missing(doing, self._compressopt.meetings)
+        if self.num_processes == 1 or not (ours or models.compressions()) or not dist.is_initialized():
+            return
+        self._compressopt.meetings += 1
+        tell_who_is_missing(doing, self._compressopt.meetings)
         models.close_passes(doing)
         for optimizer in filter(owns_gradients, ours):
             optimizer.partition.reducer.backward.passes.close(doing)
@@ -507,7 +522,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
 
 def tell_who_is_missing(doing: str, number: int) -> None:
-    """Warn of ranks that do not come where all must call: messages to them, which follow, would never be answered.
+    """Warn of ranks that do not come where all must call: messages to them, which follow, may never be answered.
 
     They tell by the store of the process group, with the ``number`` of their meeting.
     """
@@ -520,8 +535,8 @@ def tell_who_is_missing(doing: str, number: int) -> None:
         missing = [name for name in names if not store.check([name])]
         logger.warning(
             "rank %d %s, and for %d s rank %s has not come to do so: save_state() and end_training() are for all "
-            "ranks, and not for the main process alone, as inside `if accelerator.is_main_process`, which would wait "
-            "for ever",
+            "ranks, and not for the main process alone, as inside `if accelerator.is_main_process`, which may wait for "
+            "ever",
             dist.get_rank(),
             doing,
             PATIENCE,
@@ -616,8 +631,8 @@ def is_saved_in_shards(
     outdated = any(older for _, older in everyone)
     if outdated and ranks.rank == 0:
         logger.warning(
-            "%s holds an optimizer's state twice: in shards, and in %s, which a run without them has written there "
-            "later. The state in %s is loaded",
+            "%s holds an optimizer's state twice: in shards, and in %s, which has been written there without them. The "
+            "state in %s is loaded",
             directory,
             host_file,
             host_file,
@@ -735,7 +750,7 @@ def attach(accelerator: Accelerator, plugin: CompressOptPlugin | None = None) ->
         show_log(always=True)
         make_ours(accelerator)
     if plugin is not None:
-        accelerator._compressopt.take(plugin.run_options())
+        accelerator._compressopt.take(plugin.run_options(), plugin)
         UNREAD.variables.clear()
     return cast("CompressOptAccelerator", accelerator)
 

@@ -17,7 +17,6 @@ from hf_compressopt.integrations.run_options import NONE, RunOptions, check_take
 from hf_compressopt.optim.onebit_adam import OnebitAdam
 from hf_compressopt.optim.options import NO_STATE
 from hf_compressopt.options import ACCEPTED, Option, did_you_mean, options_of, parse
-from hf_compressopt.zero.config import check_stage
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 # Trainer has flags of its own for these.
@@ -101,8 +100,8 @@ def _take_stage(name: str, source: _Source) -> int:
             check_takes_stage(name, source.pairs["zero_stage"])
         return 0
     stage: int = source.take(_only("zero_stage")).get("zero_stage", 0)
-    if stage != 0:
-        check_stage(stage)
+    if stage not in (0, 1, 2):
+        raise ValueError(f"zero_stage must be 0, 1 or 2, got {stage}")
     return stage
 
 

@@ -196,7 +196,7 @@ def _attach(self: Trainer) -> None:
 
 def _train(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Attach a Trainer that is older than :func:`register`, then train."""
-    if not attachment_of(self).options.by_trainer:
+    if not attachment_of(self).has_options:
         _attach(self)
     if UNREAD.flags and self.args.world_size > 1:
         raise ValueError(

@@ -755,6 +755,19 @@ def test_a_rank_that_saves_alone_says_who_is_missing(rank: int, world_size: int)
 
 
 @on_ranks(2)
+def test_the_error_of_one_rank_is_not_hidden_where_its_script_ends_the_training(rank: int, world_size: int) -> None:
+    accelerator, model = accelerator_of(METHODS["zero2_adamw"]), Net()
+    accelerator.prepare(model, optimizer_of(METHODS["zero2_adamw"], model.named_parameters()))
+    if rank == 1:
+        with impatient(), log_lines() as lines, pytest.raises(KeyError, match="no batch"):
+            try:
+                raise KeyError("no batch")
+            finally:
+                end_training(accelerator)
+        assert not [line for line in lines if "has not come" in line]
+
+
+@on_ranks(2)
 def test_a_pass_more_in_the_last_step_raises_where_the_training_ends(rank: int, world_size: int) -> None:
     """A rank that runs one more is in its first message, and no step follows in which the others would tell it."""
     with impatient():

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 import hf_compressopt
-from hf_compressopt import CompressOptPlugin, FusedAdam, OnebitAdam, ZeroOptimizer
+from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, FusedAdam, OnebitAdam, ZeroOptimizer, attach
 from hf_compressopt.grad_compression import MessageOptions
+from hf_compressopt.integrations.accelerate import Attachment
 from hf_compressopt.integrations.optim_args import read_optim_args
 from hf_compressopt.integrations.run_options import RunOptions
 from tests.support.harness import on_ranks
-from tests.support.trainer_runs import Run, make_trainer
+from tests.support.trainer_runs import Run, make_trainer, use_accelerate
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ REFUSED = [
     ("onebit_adam", "frezze_step=3", "no option 'frezze_step': did you mean 'freeze_step'"),
     ("onebit_adam", "freeze_step=soon", "freeze_step must be an int >= 1, or 'auto', got 'soon'"),
     ("onebit_adam", "max_freeze_step=soon", "max_freeze_step must be an int or none, got 'soon'"),
-    ("onebit_adam", "freeze_step=0", "freeze_step must be >= 1, got 0"),
+    ("onebit_adam", "freeze_step=0", "freeze_step must be >= 1, or 'auto', got 0"),
     ("onebit_adam", "scale_block=12", "scale_block must be a positive multiple of 8"),
     ("onebit_adam", "bias_correction=perhaps", "bias_correction must be true or false"),
     ("onebit_adam", "communicator=carrier_pigeon", "carrier_pigeon"),
@@ -109,7 +110,7 @@ REFUSED = [
     ("lamb", "async_save=true", "async_save=true is not supported with lamb"),
     ("fused_adam", "async_save=yes", "use it with one of ['onebit_adam'"),
     ("onebit_adam", "async_save=maybe", "async_save must be true or false, got 'maybe'"),
-    ("adamw_torch", "zero_stage=3", "stage must be 1 or 2, got 3"),
+    ("adamw_torch", "zero_stage=3", "zero_stage must be 0, 1 or 2, got 3"),
     ("adamw_torch", "zero_stage=two", "zero_stage must be an int"),
     ("zero2_adamw", "zero_stage=1", "part of the optimizer's name"),
     ("onebit_lamb", "zero_stage=2", "--optim zero2_adamw"),
@@ -227,7 +228,7 @@ ONEBIT: dict[str, Any] = {"optimizer": "onebit_adam"}
     [
         ({"optimizer": "zwei_bit"}, "optimizer must be one of"),
         ({"freeze_step": "soon"}, "freeze_step must be an int >= 1, or 'auto', got 'soon'"),
-        ({"freeze_step": 0}, "freeze_step must be >= 1"),
+        ({"freeze_step": 0}, "freeze_step must be >= 1, or 'auto', got 0"),
         ({"total_steps": 0}, "total_steps must be >= 1"),
         ({"total_steps": 1.5}, "total_steps must be an int >= 1"),
         ({"grad_compression": "4bit"}, "grad_compression must be one of"),
@@ -312,3 +313,26 @@ def test_what_it_can_take_over() -> None:
     used.step()
     with pytest.raises(ValueError, match="before the first"):
         plugin.convert(used)
+
+
+@on_ranks(2)
+def test_a_plug_in_is_read_until_something_is_prepared(rank: int, world_size: int) -> None:
+    """Its fields may be set after an accelerator has it, and one that a Trainer's accelerator is given counts."""
+    use_accelerate(rank, world_size)
+    plugin = CompressOptPlugin(optimizer="onebit_adam")
+    accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin)
+    plugin.freeze_step = 123
+    _, optimizer = accelerator.prepare(nn.Linear(2, 2), adamw())
+    assert optimizer.optimizer.freeze_step == 123
+
+    trainer = make_trainer(rank, world_size, Run({"max_steps": 1}))
+    attach(trainer.accelerator, CompressOptPlugin(optimizer="onebit_adam", freeze_step=7))
+    trainer.train()
+    assert isinstance(trainer.optimizer.optimizer, OnebitAdam) and trainer.optimizer.optimizer.freeze_step == 7
+
+
+def test_exact_parameters_beside_int4_gradients_go_with_them_in_one_process() -> None:
+    attachment = Attachment()
+    attachment.take(CompressOptPlugin(grad_compression="int4", param_compression="exact").run_options())
+    attachment.leave_gradients_alone()
+    assert not attachment.options.compresses and attachment.options.param_compression == "auto"
