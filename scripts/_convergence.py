@@ -29,7 +29,7 @@ from hf_compressopt.collectives.communicator import Communicator
 ROW, VALIDATION = 4000, 240  # characters of a row; examples at most
 GLOBAL_BATCH = 8  # examples per step, over all ranks
 MAX_GRAD_NORM, WEIGHT_DECAY = 1.0, 0.01
-EVALUATIONS = 10  # per run, where it has the steps for it; of models and texts that are large one
+EVALUATIONS = 10  # per run, where it has the steps for it; of models and texts that are large fewer
 #: The uncompressed optimizer that a compressed one is compared with.
 PARTNER = {"OnebitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OnebitLamb": "Lamb"}
 #: Of each text, the text itself and the text that its tokenizer was trained on.
@@ -149,12 +149,18 @@ def named(*runs: Run) -> dict[str, Run]:
     return {run.name: run for run in runs}
 
 
-def every(name: str, names: Sequence[str] = ("AdamW", "Lamb", "int4", *PARTNER), **kept: Any) -> list[Run]:
-    """Every optimizer; "int4" is AdamW with low-bit gradients."""
+def every(
+    name: str,
+    names: Sequence[str] = ("AdamW", "Lamb", "int4", *PARTNER),
+    older: bool = True,
+    **kept: Any,
+) -> list[Run]:
+    """Every optimizer; "int4" is AdamW with low-bit gradients. ``older`` keeps the forms of state of older runs."""
+    options = {"OnebitAdam": FLOAT32, "int4": {}} if older else {"int4": COMPACT}
     return [
-        Run(f"AdamW, int4 gradients{name}", "AdamW", gradients="int4", **kept)
+        Run(f"AdamW, int4 gradients{name}", "AdamW", options["int4"], gradients="int4", **kept)
         if optimizer == "int4"
-        else Run(f"{optimizer}{name}", optimizer, FLOAT32 if optimizer == "OnebitAdam" else {}, **kept)
+        else Run(f"{optimizer}{name}", optimizer, options.get(optimizer, {}), **kept)
         for optimizer in names
     ]
 
@@ -197,12 +203,13 @@ RUNS: dict[str, dict[str, Run]] = {
         Run("ZeRO-2 and AdamW, int4 both ways", "AdamW", zero=BOTH_INT4),
     ),
     "nanoGPT": named(
-        *every(", nanoGPT", **NANO),
-        Run("AdamW, int8 gradients, nanoGPT", "AdamW", gradients="int8", **NANO),
+        *every(", nanoGPT", older=False, **NANO),
+        Run("AdamW, int8 gradients, nanoGPT", "AdamW", COMPACT, gradients="int8", **NANO),
         Run("ZeRO-2 and AdamW, int4 both ways, nanoGPT", "AdamW", zero=BOTH_INT4, **NANO),
         rival("AdamW, bfloat16 gradients, nanoGPT", "bfloat16", NANO),
         rival("AdamW, PowerSGD rank 4, nanoGPT", "PowerSGD", NANO, rank=4),
     ),
+    "nanoGPT, one rank": named(Run("AdamW, nanoGPT", "AdamW", **NANO)),
     "FSDP2": named(*sharded("FSDP2", 1), *sharded("HSDP", 2)),
     "Muon": named(
         Run("MuonAdamW", "MuonAdamW", model=LARGER),
@@ -250,7 +257,8 @@ TUNING = tuple(name for name in RUNS if "rates" in name)
 WORLD_SIZES = {
     **dict.fromkeys(("learning rates", "fine-tuning rates", "classification", "SmolLM2"), (2,)),
     **dict.fromkeys((f"{name}, rates" for name in TASKS), (2,)),
-    "nanoGPT": (1, 2, 4),
+    "nanoGPT": (2, 4),
+    "nanoGPT, one rank": (1,),
     **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon"), (4,)),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
@@ -628,7 +636,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     training = Training(run, steps, model)
     optimizer, ours, others = training.optimizer, training.ours, training.others
     torch.manual_seed(seed * ours.world_size + ours.rank)  # of dropout
-    evaluations = 1 if run.text in NEEDS else EVALUATIONS
+    evaluations = 1 if run.text in NEEDS else 4 if run.text == "Shakespeare" else EVALUATIONS
     scheduler, interval = schedule(optimizer, steps, run.model), max(5, math.ceil(steps / evaluations))
     loss_sum, loss_steps = torch.zeros(()), 0
     curve = []

@@ -125,6 +125,54 @@ def by_ranks(runs: dict[str, tuple[str, str]], counts: Sequence[int], of_bytes: 
     return lines
 
 
+NANOGPT = {
+    "`grad_compression=int8`": "AdamW, int8 gradients, nanoGPT",
+    "`grad_compression=int4`": "AdamW, int4 gradients, nanoGPT",
+    "`onebit_adam`": "OnebitAdam, nanoGPT",
+    "`zero_one_adam`": "ZeroOneAdam, nanoGPT",
+    "`zero2_adamw`, int4 both ways": "ZeRO-2 and AdamW, int4 both ways, nanoGPT",
+    "DDP, 16-bit gradients": "AdamW, bfloat16 gradients, nanoGPT",
+    "PowerSGD, rank 4": "AdamW, PowerSGD rank 4, nanoGPT",
+}
+
+
+def nanogpt() -> Table:
+    """Validation losses, and how far they lie above AdamW's on one rank, which has the same batches."""
+    alone = losses("AdamW, nanoGPT", 1)
+    found = rows("convergence")
+    lines = [["method", "loss, 2 ranks", "4 ranks", "against AdamW, 2 ranks", "4 ranks", "seeds", "fewer bytes"]]
+    plain = statistics.fmean(row["eval_loss"] for row in alone.values())
+    lines.append(["`adamw_torch`, one rank", f"{plain:.3f}", "", "", "", str(len(alone)), ""])
+    for title, name in NANOGPT.items():
+        ended: list[str] = []
+        above: list[str] = []
+        for ranks in (2, 4):
+            alike = [*found, *({**row, "world_size": ranks} for row in alone.values())]
+            mine = losses(name, ranks)
+            ended.append(f"{statistics.fmean(row['eval_loss'] for row in mine.values()):.3f}" if mine else "")
+            above.append(percent(against(name, "AdamW, nanoGPT", ranks, alike)) if mine else "")
+        if any(ended):
+            seeds = "/".join(str(len(losses(name, ranks))) for ranks in (2, 4))
+            most = 4 if losses(name, 4) else 2
+            lines.append([title, *ended, *above, seeds, f"{fewer(name, most):.1f}x"])
+    return lines
+
+
+def errors_of_averages() -> Table:
+    """Errors of single averages at 2 and 16 ranks, and of sums of 20 averages; the models beside each other."""
+    found = rows("vnmse")
+    models = list(dict.fromkeys(row["model"] for row in found))
+    lines = [["quantizer", "bits", *(f"{model}, {what}" for model in models for what in ("2 ranks", "16", "sum"))]]
+    for quantizer in dict.fromkeys(row["quantizer"] for row in found):
+        cells: list[str] = []
+        for model in models:
+            mine = {row["ranks"]: row for row in found if (row["model"], row["quantizer"]) == (model, quantizer)}
+            cells += [f"{value:.1e}" for value in (mine[2]["vnmse"], mine[16]["vnmse"], mine[4]["sum with feedback"])]
+        bits = next(row["bits"] for row in found if row["quantizer"] == quantizer)
+        lines.append([quantizer, f"{bits:.2f}", *cells])
+    return lines
+
+
 MANY_RANKS = {
     "`grad_compression=int4`": "AdamW, int4 gradients",
     "`onebit_adam`": "OnebitAdam",
@@ -280,6 +328,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "network 100M": lambda: table_of_steps(rows("avx512"), "100M, 16 tokens", 2, ("1 Gbit/s",)),
     "nodes": lambda: table_of_steps(rows("avx512"), "10M", 4, ("1 Gbit/s", "100 Mbit/s"), 2, NODES),
     "loss": lambda: by_ranks(DEFAULTS, (2, 4, 8), 4),
+    "nanoGPT": nanogpt,
+    "errors": errors_of_averages,
     "rivals": lambda: by_ranks({title: (name, "AdamW") for title, name in RIVALS.items()}, (2, 4, 8), 4),
     "fine-tuning": fine_tuning,
     "many ranks": many_ranks,
@@ -449,6 +499,25 @@ def of_losses(panel: Any) -> None:
     panel.axhline(0, color="#999999", linewidth=1)
     panel.set(ylabel="final loss against the partner, %", xticks=[], ylim=(-1.2, 1.1), xlim=(-0.5, 3.5))
     panel.legend(loc="lower right", fontsize=8)
+
+
+@picture("errors", 1, 8, 3.6)
+def of_errors(panel: Any) -> None:
+    """The error of an average of 4 ranks against its bits, of each quantizer and model."""
+    found = [row for row in rows("vnmse") if row["ranks"] == 4]
+    for model, marker in zip(dict.fromkeys(row["model"] for row in found), ("o", "s"), strict=False):
+        mine = [row for row in found if row["model"] == model]
+        colours = [COLOURS["int4"] if "ours" in row["quantizer"] else COLOURS["ddp"] for row in mine]
+        panel.scatter([row["bits"] for row in mine], [row["vnmse"] for row in mine], c=colours, marker=marker)
+        panel.plot([], [], marker, color="#707070", label=model)
+    for name in dict.fromkeys(row["quantizer"] for row in found):
+        row = next(row for row in found if row["quantizer"] == name)
+        title = name.removesuffix(" (ours)").replace("4 bits, squares, ", "").replace(", 8-bit scales", "")
+        panel.annotate(title, (row["bits"], row["vnmse"]), xytext=(6, 3), textcoords="offset points", fontsize=8)
+    panel.set(xscale="log", yscale="log", xlabel="bits per element", ylabel="vNMSE of an average, 4 ranks")
+    panel.set_xticks((0.5, 1, 4, 8, 16), ("0.5", "1", "4", "8", "16"))
+    panel.minorticks_off()
+    panel.legend(fontsize=8)
 
 
 PARTS = {"parameters": "#D8D8D8", "gradients": "#AAAAAA", "moments": "#707070", "errors": "#882255"}

@@ -18,6 +18,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from _common import parser_of, print_table
@@ -72,9 +73,10 @@ def grid_of(exponent_bits: int, mantissa_bits: int, largest: float) -> Tensor:
     return torch.tensor([number for number in numbers if number <= largest])
 
 
-E2M1, E4M3 = grid_of(2, 1, 6.0), grid_of(4, 3, 448.0)
-#: The 16 levels of NF4, quantiles of a normal distribution (QLoRA, arXiv 2305.14314, appendix E); here from 0 on.
+E2M1 = grid_of(2, 1, 6.0)
+E4M3 = grid_of(4, 3, 448.0)
 EVEN = torch.linspace(0, 1, 8)
+SQUARES = EVEN.square()  # as the package's own 4 bits
 
 
 class Blocks(Quantizer):
@@ -92,6 +94,9 @@ class Blocks(Quantizer):
         elif self.scale == "E4M3":  # as NVFP4, of which the scales have one float32 scale together
             whole = largest.max() / (self.grid[-1] * E4M3[-1])
             scales = nearest(E4M3, largest / self.grid[-1] / whole) * whole
+        elif self.scale == "3 bits":  # a float of 8 bits: 5 of its exponent, 3 of its mantissa, and no sign
+            unit = torch.exp2(torch.floor(torch.log2(largest.clamp(min=1e-38))) - 3)
+            scales = torch.round(largest / self.grid[-1] / unit) * unit
         else:
             scales = (largest / self.grid[-1]).to(torch.bfloat16).float()
         parts = torch.where(scales > 0, rows / scales, torch.zeros(()))
@@ -109,6 +114,8 @@ QUANTIZERS: dict[str, Quantizer] = {
     "signs, blocks of 4,096 (ours)": Ours(SignFormat(4096)),
     "bfloat16": BFloat16(),
     "4 bits, even, blocks of 128": Blocks(EVEN, 128, "bfloat16", 4, 16),
+    "4 bits, squares, blocks of 64, 8-bit scales": Blocks(SQUARES, 64, "3 bits", 4, 8),
+    "4 bits, squares, blocks of 32, 8-bit scales": Blocks(SQUARES, 32, "3 bits", 4, 8),
     "MXFP4": Blocks(E2M1, 32, "E8M0", 4, 8),
     "NVFP4": Blocks(E2M1, 16, "E4M3", 4, 8),
     "MXFP8 E4M3": Blocks(E4M3, 32, "E8M0", 8, 8),
@@ -252,6 +259,17 @@ def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, object]]
     return list(rows.values())
 
 
+def table_of_errors(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The errors of each model and quantizer: single averages by ranks, and sums of averages."""
+    table = [["model", "quantizer", "bits", *(f"{ranks} ranks" for ranks in RANKS), "sum, feedback", "sum, without"]]
+    for model, quantizer in dict.fromkeys((row["model"], row["quantizer"]) for row in rows):
+        chosen = {row["ranks"]: row for row in rows if (row["model"], row["quantizer"]) == (model, quantizer)}
+        summed = chosen[SUM_RANKS]
+        values = [chosen[ranks]["vnmse"] for ranks in RANKS] + [summed["sum with feedback"], summed["sum without"]]
+        table.append([model, quantizer, f"{summed['bits']:.2f}", *(f"{value:.1e}" for value in values)])
+    return table
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -259,22 +277,19 @@ def main() -> None:
         "--batches", type=int, default=BATCHES, help="averages of which the mean is shown (%(default)s)"
     )
     parser.add_argument("--summed", type=int, default=SUMMED, help="averages of which the sum is shown (%(default)s)")
-    parser.add_argument("--json", type=Path, help="file of the rows")
+    parser.add_argument("--json", type=Path, help="file of the rows, in which those of other models stay")
     arguments = parser.parse_args()
     for model in ("smollm2", "minilm", "snippets"):
         fetched(model)
-    rows = [row for name in arguments.models for row in measure(name, arguments)]
-    lines = [["model", "quantizer", "bits", *(f"{ranks} ranks" for ranks in RANKS), "sum, feedback", "sum, without"]]
+    rows: list[dict[str, object]] = []
     for name in arguments.models:
-        for title in dict.fromkeys(str(row["quantizer"]) for row in rows):
-            mine = [row for row in rows if (row["model"], row["quantizer"]) == (name, title)]
-            summed = next(row for row in mine if row["ranks"] == SUM_RANKS)
-            values = [row["vnmse"] for row in mine] + [summed["sum with feedback"], summed["sum without"]]
-            lines.append([name, title, f"{mine[0]['bits']:.2f}", *(f"{value:.1e}" for value in values)])
-    print_table("error of averaged gradients", lines)
-    if arguments.json is not None:
-        text = json.dumps(rows, indent=0, default=float)
-        arguments.json.write_text(text + "\n")
+        rows += measure(name, arguments)
+        if arguments.json is not None:
+            before = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
+            kept = [row for row in before if row["model"] not in arguments.models]
+            lines = ",\n".join(json.dumps(row, default=float) for row in [*kept, *rows])
+            arguments.json.write_text(f"[\n{lines}\n]\n")
+    print_table("error of averaged gradients", table_of_errors(rows))
 
 
 if __name__ == "__main__":
