@@ -3,7 +3,8 @@
 A model has float32 master weights, which AdamW updates, and computes with their rounding to bfloat16, as with
 ZeroOptimizer. The change of an element is the difference of its two bfloat16 values as integers in the order of the
 numbers. Models and texts are those of real_models.py; the learning rate is constant, or rises linearly over the first
-ten steps ("warmup"). The gradients are those of one rank, clipped to a norm of 1.
+ten steps ("warmup"). The gradients are those of one rank, clipped to a norm of 1. The first ten steps are measured, and
+of later ones those that --every divides.
 """
 
 from __future__ import annotations
@@ -104,16 +105,18 @@ class Masters:
         groups = param_groups(model, WEIGHT_DECAY)
         groups = [{**group, "params": [twin[id(p)] for p in group["params"]]} for group in groups]
         self.optimizer = torch.optim.AdamW(groups, lr=lr)
-        for param, copy in zip(self.params, self.copies, strict=True):
-            param.data.copy_(copy.detach().to(torch.bfloat16))
+        self.publish()
 
     @torch.no_grad()
-    def step(self) -> dict[str, float]:
-        """Update; return the sums over all elements of what is measured."""
+    def step(self) -> None:
         nn.utils.clip_grad_norm_(self.params, MAX_GRAD_NORM)
         for param, copy in zip(self.params, self.copies, strict=True):
             copy.grad, param.grad = param.grad, None
         self.optimizer.step()
+
+    @torch.no_grad()
+    def changes(self) -> dict[str, float]:
+        """Return the sums over all elements of what is measured, between the parameters and the new masters."""
         found = dict.fromkeys(("elements", "changed", "beyond", *ENCODINGS), 0.0)
         for param, copy in zip(self.params, self.copies, strict=True):
             new = copy.detach().to(torch.bfloat16)
@@ -124,8 +127,13 @@ class Masters:
                 found["beyond"] += float((change.abs() > 1).sum())
                 for name, bits in ENCODINGS.items():
                     found[name] += bits(change)
-            param.copy_(new)
         return found
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the parameters."""
+        for param, copy in zip(self.params, self.copies, strict=True):
+            param.copy_(copy.to(torch.bfloat16))
 
 
 def measure(name: str, lr: float, rises: bool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -134,15 +142,18 @@ def measure(name: str, lr: float, rises: bool, arguments: argparse.Namespace) ->
     model = make_model(run, 0, Path())
     masters = Masters(model, lr)
     examples = examples_of(run.text, run.model)["train"]
-    steps: list[dict[str, float]] = []
-    for number, batch in enumerate(batches(examples, arguments.steps, arguments.batch, 0, 0, 1)):
+    steps: dict[int, dict[str, float]] = {}
+    for number, batch in enumerate(batches(examples, arguments.steps, arguments.batch, 0, 0, 1), start=1):
         for group in masters.optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (number + 1) / RISE) if rises else lr
+            group["lr"] = lr * min(1.0, number / RISE) if rises else lr
         loss_of(model, batch)[0].backward()
-        steps.append(masters.step())
+        masters.step()
+        if number <= RISE or number % arguments.every == 0:
+            steps[number] = masters.changes()
+        masters.publish()
     rows = []
     for title, (first, last) in PERIODS.items():
-        chosen = steps[first - 1 : last]
+        chosen = [step for number, step in steps.items() if first <= number <= last]
         if not chosen:
             continue
         total = math.fsum(step["elements"] for step in chosen)
@@ -159,9 +170,10 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--every", type=int, default=1, help="distance of the steps that are measured after the tenth")
     parser.add_argument("--json", type=Path, help="file of the rows, which others that it has stay in")
     arguments = parser.parse_args()
-    check_least(parser, arguments, {"steps": 1, "batch": 1})
+    check_least(parser, arguments, {"steps": 1, "batch": 1, "every": 1})
     for name in ("smollm2", "minilm", "snippets"):
         fetched(name)
     found: list[dict[str, Any]] = []
