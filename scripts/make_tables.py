@@ -256,7 +256,6 @@ def other(name: str, *columns: str) -> Table:
 
 #: What the table of exact parameters calls the encodings.
 ENCODINGS = {
-    "2 bits": "2 bits",
     "map + 4": "map + 4 bits",
     "blocks, 2 bits": "`exact`",
     "entropy": "entropy",
