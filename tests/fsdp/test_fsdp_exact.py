@@ -65,6 +65,8 @@ def trained_alike(rank: int, world_size: int, steps: int, compression: str, opti
         (2, 200, "float32", {}),
         (3, 8, "int4", {}),
         (4, 8, "float32", {"reshard_after_forward": False}),
+        pytest.param(3, 200, "int4", {}, marks=pytest.mark.full),
+        pytest.param(4, 200, "float32", {}, marks=pytest.mark.full),
     ],
 )
 def test_the_bits_of_fsdp2_alone(world_size: int, steps: int, compression: str, options: dict[str, Any]) -> None:

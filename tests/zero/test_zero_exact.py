@@ -21,7 +21,10 @@ CASES = [
     replace(BF16, options={"stage": 1, "grad_compression": "int4"}, passes=2, hold=True),
     replace(BF16, optimizer="lamb", groups=True),
     replace(BF16, optimizer="sgd", options={"lr": 0.0}, steps=2),
+    replace(BF16, steps=200, options={"stage": 2, "lr": 1e-4, "grad_compression": "int4"}),
 ]
+#: Of ranks and cases, those that are run for long.
+LONG = [(3, 1), (4, 1), (2, 6), (3, 6), (4, 6)]
 #: Zeros, denormals, the largest numbers, infinities, and NaN with payloads; as bits, of bfloat16 and of float16.
 SPECIAL = (0x0000, -0x8000, 0x0001, -0x7FFF, 0x007F, 0x03FF, 0x7F7F, 0x7BFF, 0x7F80, 0x7C00, -0x0080, 0x7FA5, -0x0043)
 
@@ -62,7 +65,13 @@ def trained_alike(rank: int, world_size: int, number: int) -> None:
         assert sent[1] < 0.75 * sent[0]
 
 
-@pytest.mark.parametrize(("world_size", "number"), [(2, 0), (2, 1), (2, 2), (3, 0), (3, 3), (3, 4), (3, 5), (4, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "number"),
+    [
+        *[(2, 0), (2, 1), (2, 2), (3, 0), (3, 3), (3, 4), (3, 5), (4, 3)],
+        *(pytest.param(*case, marks=pytest.mark.full) for case in LONG),
+    ],
+)
 def test_the_bits_of_a_run_in_full(world_size: int, number: int) -> None:
     run_ranks(world_size, trained_alike, number)
 
