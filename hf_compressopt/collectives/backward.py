@@ -87,8 +87,12 @@ class BackwardPasses(Sender):
         ``counted``: the passes so far, of what this takes the place of.
         """
         super().__init__()
-        self.enabled, self.done, self.detached = True, False, False
-        self.name, self._client, self._communicator, self._limit = name, ref(client), communicator, limit
+        self.enabled = True
+        self.done = self.detached = False
+        self.name = name
+        self._client = ref(client)
+        self._communicator = communicator
+        self._limit = limit
         self.tasks = Pipeline(limit, communicator.device)
         self.passes = counted or StepPasses(name)  # compared where a pass begins, and before a step uses them
         self._hooks = Hooks()

@@ -1,4 +1,4 @@
-"""What sends gradients: passes that the ranks count and compare, buckets in one order, and what was sent of them.
+"""The sending of gradients: passes that the ranks count and compare, buckets in one order, and records of the sent.
 
 A pass is one call of backward, or of a plain loop's average: :class:`StepPasses` counts, and :class:`Sender` sends its
 buckets. It is fed by DistributedDataParallel's hook and plain loops (:mod:`~hf_compressopt.collectives.gradients`), and
@@ -161,8 +161,9 @@ class StepPasses:
         if all(alike):
             return
         self.count = self.held = 0  # a script that catches the error begins anew
-        for communicator in ranks if all(alike[:-1]) else ():
-            communicator.require_equal(HYPERPARAMETERS, self.hyperparameters)
+        if all(alike[:-1]):
+            for communicator in ranks:
+                communicator.require_equal(HYPERPARAMETERS, self.hyperparameters)
         everyone = [f"rank {dist.get_rank() if len(ranks) > 1 else ranks[0].rank} {mine}"]
         for communicator in ranks:
             everyone = [each for found in communicator.all_gather_object(everyone) for each in found]
@@ -260,7 +261,9 @@ class Sender(ABC):
     def add_buckets(self, buckets: Iterable[Iterable[Hashable]], *, alone: bool = False) -> None:
         """Add buckets of these members behind the others, or ``alone``, in their place."""
         if alone:
-            self.buckets_of, self._members, self._sequence = {}, [], []
+            self.buckets_of = {}
+            self._members = []
+            self._sequence = []
         for members in map(frozenset, buckets):
             for member in members:
                 self.buckets_of.setdefault(member, []).append(len(self._members))
@@ -338,7 +341,9 @@ class SendRecord:
 
         With a communicator, the ranks compare once what an optimizer has beside them; see :meth:`examine`.
         """
-        self.name, self._communicator, self.number = name, communicator, next(_NUMBERS)
+        self.name = name
+        self._communicator = communicator
+        self.number = next(_NUMBERS)
         self.passes = StepPasses(name)
         self._examined: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # by number of parameters
         # the parameters that the ranks have compared: some optimizers make others for each step

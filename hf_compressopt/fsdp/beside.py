@@ -71,7 +71,9 @@ class BesideUnits:
         """
         self.averages: GradientCompression | None = None
         self._model, self._units, self._replicated = model, units, mesh.ndim == 2
-        self._compression, self._gradient_came, self._backward_begins = compression, gradient_came, backward_begins
+        self._compression = compression
+        self._gradient_came = gradient_came
+        self._backward_begins = backward_begins
         self._options = {**options, "process_group": _group_of(mesh)}
         self._own = SendRecord("compress_fsdp")  # of what each rank keeps for itself
         self._told_of_reentrant = False

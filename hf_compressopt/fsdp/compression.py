@@ -487,7 +487,9 @@ class FSDPCompression:
             return
         if self.replica.rank == 0:  # of the ranks that are the first among their peers, one
             self._announcement.begin(self)
-        self._pass, self._faults, self._scale = task, [], scale_of(self._loss_scale)
+        self._pass = task
+        self._faults = []
+        self._scale = scale_of(self._loss_scale)
         kept = self._handed_out.begin(is_first=True)
         for errors in self._units:
             errors.begin_pass(kept(errors.members))
@@ -519,7 +521,9 @@ class FSDPCompression:
         for errors in self._units:
             errors.end_pass(dropped)
         self._handed_out.hand_out()
-        self._pass, self._faults, self._ended = -1, [], True
+        self._pass = -1
+        self._faults = []
+        self._ended = True
         beside = self._beside.averages if self._beside.are_due else None
         if beside is not None:
             self._beside.average(beside)

@@ -89,7 +89,9 @@ class Attachment:
 
     def take(self, options: RunOptions, plugin: CompressOptPlugin | None = None) -> None:
         """Take the options of a Trainer or of a plug-in."""
-        self.options, self.has_options, self.plugin = options, True, plugin
+        self.options = options
+        self.has_options = True
+        self.plugin = plugin
 
     def read_plugin(self) -> None:
         """Take what the plug-in says now: its fields may be set until something is prepared."""

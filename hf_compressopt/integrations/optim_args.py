@@ -13,7 +13,13 @@ import torch
 from hf_compressopt.grad_compression import GradientCompression, MessageOptions
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.plugin import OPTIONS
-from hf_compressopt.integrations.run_options import NONE, RunOptions, check_takes_stage, options_for
+from hf_compressopt.integrations.run_options import (
+    NONE,
+    RunOptions,
+    check_stage_or_none,
+    check_takes_stage,
+    options_for,
+)
 from hf_compressopt.optim.onebit_adam import OnebitAdam
 from hf_compressopt.optim.options import NO_STATE
 from hf_compressopt.options import ACCEPTED, Option, did_you_mean, options_of, parse
@@ -35,7 +41,7 @@ def read_optim_args(name: str, text: str | None, variables: Mapping[str, Any] | 
     Args:
         name: The optimizer.
         text: The options, as name=value pairs.
-        variables: Options that environment variables set, which the text goes before; None are no such.
+        variables: Options that environment variables set; the text overrides them. None if there are none.
 
     Returns:
         The options, with ``others`` for an optimizer of Trainer's.
@@ -100,8 +106,7 @@ def _take_stage(name: str, source: _Source) -> int:
             check_takes_stage(name, source.pairs["zero_stage"])
         return 0
     stage: int = source.take(_only("zero_stage")).get("zero_stage", 0)
-    if stage not in (0, 1, 2):
-        raise ValueError(f"zero_stage must be 0, 1 or 2, got {stage}")
+    check_stage_or_none(stage)
     return stage
 
 

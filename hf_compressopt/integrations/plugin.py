@@ -16,6 +16,7 @@ from hf_compressopt.integrations.run_options import (
     NONE,
     RunOptions,
     check_optimizer,
+    check_stage_or_none,
     check_takes_stage,
     options_for,
 )
@@ -94,8 +95,7 @@ class CompressOptPlugin:
     def __post_init__(self) -> None:
         """Check the names, the messages and the schedule; the optimizer checks the other options."""
         check_variables()
-        if self.zero_stage not in (0, 1, 2):
-            raise ValueError(f"zero_stage must be 0, 1 or 2, got {self.zero_stage!r}")
+        check_stage_or_none(self.zero_stage)
         ordinary = self.zero_stage or self.grad_compression != NONE
         self.optimizer = self.optimizer or (NONE if ordinary else "onebit_adam")
         check_optimizer(self.optimizer)
@@ -177,7 +177,7 @@ def check_variables() -> None:
 
 
 class Unread:
-    """What a program that hf_compressopt.run has started asks for, until a Trainer or an Accelerator has read it."""
+    """Requests of a program that hf_compressopt.run has started, until a Trainer or an Accelerator has read them."""
 
     def __init__(self) -> None:
         self.variables: list[str] = []

@@ -22,7 +22,7 @@ GRAD_COMPRESSION = "grad_compression="
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a Trainer or an Accelerator is asked to do with optimizers and gradients.
+    """Requests to a Trainer or an Accelerator: what it does with optimizers and gradients.
 
     The plug-in makes them for Accelerate (:meth:`CompressOptPlugin.run_options`), ``--optim_args`` and environment
     variables for Trainer (:func:`~hf_compressopt.integrations.optim_args.read_optim_args`).
@@ -57,7 +57,7 @@ class RunOptions:
 
     @property
     def sender(self) -> str:
-        """What sends gradients by these options, as errors name it; "" if it is the host itself."""
+        """The sender of gradients by these options, as errors name it; "" if it is the host itself."""
         if self.compresses or self.zero:
             return self.compresses or ZeroOptimizer.__name__
         return "" if self.optimizer == NONE else self.optimizer
@@ -148,6 +148,12 @@ def check_optimizer(name: str, option: str = "optimizer") -> None:
     legal = [*ALGORITHMS, NONE]
     if name not in legal:
         raise ValueError(f"{option} must be one of {legal}, got {name!r}")
+
+
+def check_stage_or_none(stage: Any) -> None:
+    """Check a zero_stage, of which 0 is none."""
+    if stage not in (0, 1, 2):
+        raise ValueError(f"zero_stage must be 0, 1 or 2, got {stage!r}")
 
 
 def check_takes_stage(name: str, stage: Any) -> None:

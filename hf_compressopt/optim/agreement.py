@@ -102,7 +102,7 @@ class ComingStep:
 
 
 class RankAgreement:
-    """The small messages beside those of a step, and the facts that all ranks know from them."""
+    """Small messages by which the ranks agree, beside those of gradients, and the facts that all of them then know."""
 
     def __init__(
         self, states: Sequence[GroupState], communicator: Communicator, tensors: dict[str, Tensor], clip: str
@@ -416,7 +416,7 @@ class RankAgreement:
         return sums[0] > 0, usable
 
     def _snapshot(self) -> list[Any]:
-        """Return the options and flags of the param groups that may change between two steps, for a small message."""
+        """Return numbers that stand for options and flags of the param groups, which may change from step to step."""
         masks = [state.options.get("exp_avg_mask") for state in self.states]
         now = [(id(mask), 0 if mask is None or mask.is_inference() else mask._version) for mask in masks]
         if self._layouts[0] != now or not now:

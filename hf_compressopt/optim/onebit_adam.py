@@ -6,9 +6,9 @@ Warmup stage, t <= freeze_step (AdamW, arXiv 1711.05101):
     m = b1 m + (1 - b1) g                                                                   (1)
     v = b2 v + (1 - b2) g^2                                                                 (2)
     p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps)                                           (3)
-At the end of step freeze_step, once: m <- m^, v <- v^; in each tensor v <- max(v, variance_floor mean(v)). What the
-4-bit messages of g had not sent yet goes on as the first errors of m_r, times 1 - b1. freeze_step is an option, or the
-step from which v is stable (section 4.3): ``CompressedAdam._ends_warmup_stage`` decides, ``_end_warmup`` freezes.
+At the end of step freeze_step, once: m <- m^, v <- v^; in each tensor v <- max(v, variance_floor mean(v)). The errors
+of the 4-bit messages of g, times 1 - b1, become the first errors of m_r. freeze_step is an option, or the step from
+which v is stable (section 4.3): ``CompressedAdam._ends_warmup_stage`` decides, ``_end_warmup`` freezes.
 Compressed stage, t > freeze_step:
     m_r = b1 m + (1 - b1) g_r                                                               (4)
     m = compressed_all_reduce(m_r), times exp_avg_mask if there is one                      (5)

@@ -484,7 +484,9 @@ class ShardedOverlap(OverlapSender):
         return True
 
     def send(self, index: int) -> None:
-        due, sent, tasks = self._buckets[index], self._sent, self.passes.tasks
+        due = self._buckets[index]
+        sent = self._sent
+        tasks = self.passes.tasks
         state, bucket = due.state, due.bucket
         grads: dict[Tensor, Tensor | None] = {}
         for piece in bucket.pieces:

@@ -52,7 +52,7 @@ def zero_one_shares(steps: int, low_bit: bool) -> Counter[tuple[Stage, int]]:
 
 
 class Change(IntEnum):
-    """What a way to train changes, the smallest change first, and the words for it."""
+    """Changes that a way to train makes, the smallest first, with the words for each."""
 
     words: str
 

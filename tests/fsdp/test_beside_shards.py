@@ -159,7 +159,7 @@ def errors_of(state: Any) -> list[Tensor]:
 
 
 def all_errors(state: Any) -> list[Tensor]:
-    """Those of the shards, then those beside them."""
+    """The errors of the shards, then those beside them."""
     found = state.state_dict()
     beside = found["beside"]
     return [*found["worker_errors"], *found["server_errors"], beside["worker_error"], beside["server_error"]]

@@ -1,4 +1,4 @@
-"""What a step uses after several backward passes of which each has sent its gradients, for every method.
+"""Gradients that a step uses after several backward passes, each of which has sent its own, for every method.
 
 The loss is linear in the parameters, so that gradients are what a test gives.
 """

@@ -408,7 +408,7 @@ def test_rank_0_alone_saves_in_callbacks_and_after_the_training(best: bool, tmp_
 
 
 def save_by_rank_0(rank: int, world_size: int, directory: str, runs: list[dict[str, Any]]) -> None:
-    """Train by a Trainer whose save_model is its own, and by one that goes on with it on rank 0 alone."""
+    """Train by a plain Trainer, and by one whose save_model calls Trainer's on rank 0 only."""
     for number, arguments in enumerate(runs):
         for guarded in (False, True):
             folder = f"{directory}/{number}-{guarded}"
@@ -437,7 +437,7 @@ def test_a_subclass_that_saves_its_model_on_rank_0_alone_saves_what_all_ranks_ha
 
 
 def save_twice(rank: int, world_size: int, directory: str) -> bool:
-    """Whether AdamW goes on from its own checkpoint, in a folder that held one of another optimizer before."""
+    """Save by OnebitAdam, then by AdamW into the same folder; return True if AdamW resumes from its own state."""
     watched = {"save_strategy": "steps", "save_steps": 2, "output_dir": directory}
     for optim, rate in (("onebit_adam", 1e-2), ("adamw_torch", 1e-3)):
         run = Run({**watched, "optim": optim, "learning_rate": rate, "max_steps": 2}, dropout=0.0)

@@ -175,20 +175,11 @@ def averaged(shapes: list[tuple[int, ...]], compression: str = "int4", **options
     return found
 
 
-def warmup_bytes(zero_stage: int) -> float:
+def bytes_of_step(number: int, **options: Any) -> float:
+    """The bytes that a rank sends in a step of OnebitAdam, counted from 1."""
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in BESIDE_VECTORS]
-    optimizer = OnebitAdam(params, zero_stage=zero_stage)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    average_gradients(optimizer)
-    optimizer.step()
-    return optimizer.metrics()["bytes_sent_step"]
-
-
-def compressed_bytes() -> float:
-    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in BESIDE_VECTORS]
-    optimizer = OnebitAdam(params, freeze_step=1)
-    for _ in range(2):
+    optimizer = OnebitAdam(params, **options)
+    for _ in range(number):
         for param in params:
             param.grad = torch.ones_like(param)
         average_gradients(optimizer)
@@ -216,12 +207,17 @@ def test_bytes_of_integers_are_those_that_are_sent(rank: int, world_size: int) -
     found = averaged(BESIDE_VECTORS).metrics()["bytes_sent_step"]
     assert found == pytest.approx(model.low_bit(4).sent, rel=0.02)
     for zero_stage, expected in enumerate((model.averaged(), model.shared_out())):
-        total = torch.tensor(warmup_bytes(zero_stage))  # with zero_stage by where the small tensors' servers are
+        total = torch.tensor(
+            bytes_of_step(1, zero_stage=zero_stage)
+        )  # with zero_stage by where the small tensors' servers are
         dist.all_reduce(total)
         assert float(total) / world_size == pytest.approx(expected.sent, rel=0.005)
     messages.OWN_BLOCKS = 2
     model = Model(Training(40_000, 1.0, in_full=1000, beside_signs=1000), Cluster(world_size, 1, 1e9))
-    for sent, step in ((compressed_bytes(), model.compressed(ONEBIT_ADAM)), (zero_bytes(), model.zero_low_bit(4))):
+    for sent, step in (
+        (bytes_of_step(2, freeze_step=1), model.compressed(ONEBIT_ADAM)),
+        (zero_bytes(), model.zero_low_bit(4)),
+    ):
         total = torch.tensor(sent)
         dist.all_reduce(total)
         assert float(total) / world_size == pytest.approx(step.sent, rel=0.02)
