@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, ZeroOneAdam, attach
+from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, ZeroOneAdam, attach, register
 from tests.support import trainer_runs as hosts
 from tests.support.harness import on_ranks, run_ranks, run_ranks_expecting_error
 
@@ -185,6 +185,8 @@ def test_a_state_that_replaced_one_in_shards_is_the_one_that_is_loaded(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
     from accelerate import Accelerator
+
+    register()
 
     def prepared(ours: bool) -> tuple[Any, Any, Any]:
         hosts.use_accelerate(rank, world_size)
