@@ -24,12 +24,12 @@ import torch
 from hf_compressopt.checkpoint.compressed import FlatState
 from hf_compressopt.checkpoint.load import Part, load
 from hf_compressopt.checkpoint.partitioned import PartitionedState, PlainState
-from hf_compressopt.checkpoint.save import HostCopy, Snapshot, take_snapshot, write_snapshot
+from hf_compressopt.checkpoint.save import HostCopy, Snapshot, remove_saved, take_snapshot, write_snapshot
 from hf_compressopt.checkpoint.state import CompressionState, FSDPState, State
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.sender import listed
+from hf_compressopt.format.index import BESIDE, INDEX_NAME, CheckpointError, CheckpointIndex, StrPath, check_prefix
 from hf_compressopt.format.index import DEFAULT_PREFIX as DEFAULT_PREFIX
-from hf_compressopt.format.index import INDEX_NAME, StrPath, check_prefix
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.optim.base import CompressedOptimizer
@@ -185,10 +185,10 @@ def load_state(
     if beside is None:
         load(parts, Path(directory))
         return
-    prefix_beside, ranks = _prefix_beside(prefix), beside.communicator
-    saved = any(ranks.all_gather_object(has_checkpoint(directory, prefix=prefix_beside)))
+    ranks = beside.communicator
+    saved = any(ranks.all_gather_object(_has_beside(Path(directory), prefix)))
     if saved:
-        parts.append(Part(checkpointable(beside), _innermost(beside), None, prefix_beside))
+        parts.append(Part(checkpointable(beside), _innermost(beside), None, _prefix_beside(prefix)))
     load(parts, Path(directory))
     if not saved:
         beside.errors.zero_()
@@ -203,6 +203,22 @@ def load_state(
 
 def _prefix_beside(prefix: str) -> str:
     return f"{prefix}_beside"
+
+
+def _has_beside(folder: Path, prefix: str) -> bool:
+    """Return whether a checkpoint of FSDP2 has one beside it, which no save has left there that it has replaced."""
+    with suppress(CheckpointError):  # which the load itself raises
+        if not CheckpointIndex.read(folder / INDEX_NAME.format(prefix=prefix)).header.get(BESIDE, True):
+            return False
+    return has_checkpoint(folder, prefix=_prefix_beside(prefix))
+
+
+def remove_checkpoint(directory: StrPath, *, prefix: str) -> None:
+    """Remove a checkpoint that a save has left which a later one replaces by nothing. All ranks call."""
+    try:
+        remove_saved(Path(directory), prefix)
+    except OSError as error:  # the other ranks go on
+        logger.warning("files of an earlier save are left in %s: %s", directory, error)
 
 
 @contextmanager

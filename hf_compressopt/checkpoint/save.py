@@ -11,7 +11,7 @@ import errno
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -239,11 +239,23 @@ def _make_index(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> Chec
 
 def _remove_older(snapshot: Snapshot, leads: bool) -> None:
     """Remove the shards of earlier saves: each rank those of its number, the leader also those of absent ranks."""
-    shard = re.compile(re.escape(snapshot.prefix) + r"-(?P<save>[0-9a-f]+)-(?P<rank>\d{5})-of-\d{5}\.(safetensors|tmp)")
     here = {rank for rank, first in enumerate(snapshot.peers) if first == snapshot.peers[snapshot.rank]}
-    for file in snapshot.folder.iterdir():
-        if (match := shard.fullmatch(file.name)) and match["save"] != snapshot.save_id:
-            number = int(match["rank"])
-            if number == snapshot.rank or (leads and number not in here):
-                with suppress(OSError):  # a file that is left does no harm
-                    file.unlink(missing_ok=True)
+    for file, save_id, number in _shards_in(snapshot.folder, snapshot.prefix):
+        if save_id != snapshot.save_id and (number == snapshot.rank or (leads and number not in here)):
+            with suppress(OSError):  # a file that is left does no harm
+                file.unlink(missing_ok=True)
+
+
+def remove_saved(folder: Path, prefix: str) -> None:
+    """Remove a checkpoint, its index first; other ranks may do the same."""
+    (folder / INDEX_NAME.format(prefix=prefix)).unlink(missing_ok=True)
+    for file, _, _ in _shards_in(folder, prefix):
+        file.unlink(missing_ok=True)
+
+
+def _shards_in(folder: Path, prefix: str) -> Iterator[tuple[Path, str, int]]:
+    """Yield the shards in a folder, whole or not, with the numbers of their save and their rank."""
+    shard = re.compile(re.escape(prefix) + r"-(?P<save>[0-9a-f]+)-(?P<rank>\d{5})-of-\d{5}\.(safetensors|tmp)")
+    for file in folder.iterdir():
+        if match := shard.fullmatch(file.name):
+            yield file, match["save"], int(match["rank"])

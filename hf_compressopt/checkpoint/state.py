@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.feedback import ErrorFeedback
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
-from hf_compressopt.format.index import NODE_SIZE, TensorEntry
+from hf_compressopt.format.index import BESIDE, NODE_SIZE, TensorEntry
 from hf_compressopt.format.plan import Kind, StateTensor, TensorKey, dtype_name
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
@@ -233,6 +233,9 @@ class FSDPState(LowBitState):
                 "save its state_dict() on each rank instead"
             )
         super().__init__(compression, ranks, params, [errors.kept for errors in self._units], together)
+
+    def header(self) -> dict[str, Any]:
+        return {**super().header(), BESIDE: self._fsdp.beside is not None}
 
     def _described(self, names: Sequence[str], errors: Sequence[ErrorFeedback]) -> list[StateTensor]:
         described: list[StateTensor] = []

@@ -28,6 +28,8 @@ FORMAT, VERSION = "hf_compressopt", 5
 NODE_SIZE = "node_size"
 #: Key of a header: True if parameters are called by their places in the param groups, because they have no names.
 BY_PLACE = "by_place"
+#: Key of a header: False if no checkpoint of parameters beside the shards of FSDP2 belongs to this one.
+BESIDE = "beside"
 #: Bytes under one checksum, and the most that a reader accepts, since it holds one block in memory.
 BLOCK_BYTES, MOST_BLOCK_BYTES = 1 << 22, 1 << 26
 #: The checksum. It is as fast as memory; SHA-256 would be slower than disks.

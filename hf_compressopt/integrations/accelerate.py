@@ -563,6 +563,10 @@ def save_states(
         save(optimizer, directory, names=parameter_names(optimizer, models), prefix=log.prefix_of(number))
     for number, state in enumerate(compressions):
         io.save_state(state, directory, prefix=_errors_prefix(number))
+    number = len(compressions)
+    while io.has_checkpoint(directory, prefix=_errors_prefix(number)):  # of a run that had more to save
+        io.remove_checkpoint(directory, prefix=_errors_prefix(number))
+        number += 1
 
 
 def load_shards(

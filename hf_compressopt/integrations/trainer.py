@@ -301,22 +301,31 @@ def _get_last_checkpoint(original: Callable[[str], str | None], folder: str) -> 
     """Find the last checkpoint as transformers does, without one whose writing was interrupted."""
     io.wait_for_saves()
     last = original(folder)
-    if last is None or not _is_incomplete(last):
-        return last
+    if last is None:
+        return None
     pattern = trainer_utils._re_checkpoint
     paths = {int(match[1]): entry.path for entry in os.scandir(folder) if (match := pattern.search(entry.name))}
-    whole = [path for _, path in sorted(paths.items()) if os.path.isdir(path) and not _is_incomplete(path)]
-    newest = whole[-1] if whole else None
+    folders = [path for _, path in sorted(paths.items()) if os.path.isdir(path)]
+    of_trainer = any(os.path.isfile(os.path.join(path, name)) for path in folders for name in _OF_TRAINER)
+    newest = next((path for path in reversed(folders) if not _is_incomplete(path, of_trainer)), None)
+    if newest is not None and os.path.samefile(newest, last):
+        return last
     logger.warning("%s is incomplete: the last whole checkpoint is %s", last, newest)
     return newest
 
 
-def _is_incomplete(checkpoint: str) -> bool:
-    """Return whether a checkpoint with shards lacks what is written last: their index, and then Trainer's state."""
+#: Files of Trainer's checkpoints; the first is written last.
+_OF_TRAINER = (trainer.TRAINER_STATE_NAME, "training_args.bin")
+_SHARD = re.compile(rf"({io.DEFAULT_PREFIX}\w*)-[0-9a-f]{{16}}-\d{{5}}-of-\d{{5}}\.")
+
+
+def _is_incomplete(checkpoint: str, of_trainer: bool) -> bool:
+    """Return whether a checkpoint lacks the index of shards that it has, or Trainer's state if it is Trainer's."""
     names = os.listdir(checkpoint)
-    begun = any(name.startswith(f"{io.DEFAULT_PREFIX}-") for name in names)
-    of_trainer = "training_args.bin" in names
-    return begun and not (io.has_checkpoint(checkpoint) and ("trainer_state.json" in names or not of_trainer))
+    begun = {match[1] for name in names if (match := _SHARD.match(name))}
+    if not all(io.has_checkpoint(checkpoint, prefix=prefix) for prefix in begun):
+        return True
+    return of_trainer and trainer.TRAINER_STATE_NAME not in names
 
 
 # -- saves in the background ------------------------------------------------------------------------------------------

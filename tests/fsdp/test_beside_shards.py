@@ -265,13 +265,34 @@ def test_both_parts_of_a_checkpoint_are_loaded_or_none(rank: int, world_size: in
     if rank == 0:
         (tmp_path / "compressopt_beside.index.json").unlink()
     torch.distributed.barrier()
+    assert loads_zeros_beside(state, tmp_path, rank)
+    assert all(map(torch.equal, all_errors(state)[:-2], expected))
+
+
+def loads_zeros_beside(state: Any, folder: Path, rank: int) -> bool:
     with log_lines() as lines:
-        load_state(state, tmp_path)
+        load_state(state, folder)
     *shards, worker, server = all_errors(state)
-    assert all(map(torch.equal, shards, expected)) and any(bool(error.any()) for error in shards)
-    assert not worker.any() and not server.any()
     told = [line for line in lines if "they start at zero" in line]
     assert len(told) == (rank == 0) and all("0.scale" in line for line in told)
+    return any(bool(error.any()) for error in shards) and not worker.any() and not server.any()
+
+
+@on_ranks(2)
+def test_errors_beside_the_shards_that_an_earlier_save_has_left_are_not_loaded(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    states = []
+    for trained in (True, False):
+        net, mesh = sharded(2, frozen=False)
+        net[2].base.requires_grad_(True)
+        for param in adapters(net).values():
+            param.requires_grad_(trained)
+        states.append(compress_fsdp(net, mesh, "int4"))
+        stepped(net, optimizer_of(net), range(2))
+        save_state(states[-1], tmp_path)
+    assert states[1].beside is None and (tmp_path / "compressopt_beside.index.json").is_file()
+    assert loads_zeros_beside(states[0], tmp_path, rank)
 
 
 # -- what is said, and what is refused --------------------------------------------------------------------------------

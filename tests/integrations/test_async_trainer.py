@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hf_compressopt import wait_for_saves
 from tests.checkpoint.test_async_save import held_back
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.trainer_runs import Run, equal_params, make_trainer
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
@@ -119,6 +119,30 @@ def test_a_run_resumes_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
         (tmp_path / f"checkpoint-{step}" / last).unlink()  # as a kill in the middle of their writing leaves them
     resumed = run_ranks(2, resume, Run(arguments), timeout=120)
     assert equal_params(resumed[0], whole["params"])
+
+
+@on_ranks(1)
+def test_a_checkpoint_that_was_cut_off_is_not_the_last_one(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Wherever its writing ends: in the model, the errors of gradients, the optimizer, before Trainer's state."""
+    from transformers import trainer_utils
+
+    import hf_compressopt.auto  # noqa: F401
+
+    written = ["config.json", "model.safetensors", "training_args.bin"]
+    written += [f"compressopt_gradients-0123456789abcdef-0000{rank}-of-00002.safetensors" for rank in (0, 1)]
+    written += ["compressopt_gradients.index.json", "optimizer.pt", "trainer_state.json"]
+    for count in range(len(written) + 1):
+        for step, names in ((5, written), (20, written[:count])):
+            folder = tmp_path / str(count) / f"checkpoint-{step}"
+            folder.mkdir(parents=True)
+            for name in names:
+                (folder / name).touch()
+        last = trainer_utils.get_last_checkpoint(str(tmp_path / str(count)))
+        assert last == str(folder if count == len(written) else folder.with_name("checkpoint-5")), written[:count]
+    foreign = tmp_path / "foreign" / "checkpoint-3"  # of a program that writes no state of Trainer's
+    foreign.mkdir(parents=True)
+    (foreign / "config.json").touch()
+    assert trainer_utils.get_last_checkpoint(str(foreign.parent)) == str(foreign)
 
 
 def push(rank: int, world_size: int, arguments: dict[str, Any], strategy: str) -> list[tuple[str, bool]]:

@@ -58,6 +58,13 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> 
     assert all(all(result["alike"]) for result in three)
 
 
+def test_a_checkpoint_that_replaces_another_keeps_none_of_its_errors(tmp_path: Path) -> None:
+    arguments = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    for options, kept in (("grad_compression=int4", True), (None, False)):
+        run({**arguments, "optim_args": options}, tmp_path)
+        assert any((tmp_path / "checkpoint-2").glob("compressopt*")) == kept
+
+
 @pytest.mark.parametrize(("optimizer", "accumulate"), [("AdamW", 1), ("SGD", 2)])
 @on_ranks(2, timeout=120)
 def test_accelerate_compresses_for_any_optimizer(rank: int, world_size: int, optimizer: str, accumulate: int) -> None:
