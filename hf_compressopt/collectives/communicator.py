@@ -166,6 +166,30 @@ class Communicator(ABC):
         """Follow the parameters of an optimizer to another device."""
         self.device = device
 
+    def count_in(self, traffic: Traffic) -> None:
+        """Count in these counters from now on."""
+        self.traffic = traffic
+        if self.levels is not None:
+            self.levels.node.count_in(traffic.inside_node())
+            self.levels.peers.count_in(traffic)
+
+    def taken(self, traffic: Traffic) -> Communicator:
+        """Return what an optimizer takes, to count in its own counters: this, or a copy if another one has taken it.
+
+        Device, topology and counters of the other one stay its own.
+        """
+        taken = deepcopy(self) if self.is_taken else self
+        taken.is_taken = True
+        taken.count_in(traffic)
+        return taken
+
+    def on_nodes(self, levels: Levels) -> Communicator:
+        """Return these ranks in the hierarchical topology."""
+        copied = copy(self)
+        copied.levels = levels
+        copied.count_in(self.traffic)
+        return copied
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         """Return a copy with counters of its own; a group of processes cannot be copied, so copies share it."""
         copied = copy(self)

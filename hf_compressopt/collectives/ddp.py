@@ -65,7 +65,7 @@ class GradientSync:
         """Follow the plans of these optimizers, and count the bytes of the hook as the first one's."""
         self.optimizers, self.loss_scale = tuple(optimizers), loss_scale
         self._compared = not optimizers or self.communicator.world_size == 1
-        self.communicator.traffic = optimizers[0].traffic if optimizers else Traffic()
+        self.communicator.count_in(optimizers[0].traffic if optimizers else Traffic())
         self._record.close()
         self._record = SendRecord(" and ".join(sorted({type(each).__name__ for each in optimizers})))
         self._answer()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from socket import gethostname
@@ -100,10 +99,7 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
     ranks, mine = range(communicator.world_size), Topology(communicator.world_size, communicator.rank, size)
     node = communicator.part([rank for rank in ranks if rank // size == mine.node])
     peers = communicator.part([rank for rank in ranks if rank % size == mine.place])
-    node.traffic = communicator.traffic.inside_node()
-    found = copy(communicator)
-    found.levels = Levels(node, peers, _NODE_DTYPES[wanted.node_bits])
-    return found
+    return communicator.on_nodes(Levels(node, peers, _NODE_DTYPES[wanted.node_bits]))
 
 
 def _announced() -> int | None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from datetime import timedelta
 from functools import cache, partial
 from queue import SimpleQueue
@@ -265,13 +265,7 @@ def make_communicator(
 ) -> Communicator:
     """Return the communicator for the ``communicator`` option; None, "auto" and "compressed" are any backend."""
     if isinstance(name, Communicator):
-        if name.is_taken:  # by another optimizer, whose device, topology and counters stay its own
-            name = deepcopy(name)
-        name.is_taken = True
-        name.traffic = traffic
-        if (levels := name.levels) is not None:
-            levels.node.traffic, levels.peers.traffic = traffic.inside_node(), traffic
-        return name
+        return name.taken(traffic)
     if name == "mpi":
         return MpiCommunicator(process_group, device=device, traffic=traffic, cuda_aware=cuda_aware)
     communicator = TorchCommunicator(process_group, device=device, traffic=traffic)

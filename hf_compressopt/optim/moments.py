@@ -116,7 +116,7 @@ class AdamOperands:
 
     made_of: tuple[list[int], bool]  # the parameters, and whether native kernels take the step
     buffers: tuple[Tensor, Tensor]
-    tensors: AdamTensors  # without gradients between steps
+    tensors: AdamTensors  # without gradients, which each step adds
     counted: Sequence[float] = ()  # what the counts on a device, if they lie there, stand for
     plan: AdamPlan | None = None
 
@@ -126,10 +126,8 @@ class AdamOperands:
         device = self.buffers[0].device
         counts = steps[rows].tolist() if fused and not reads_at_once(device) else ()
         if counts != self.counted:  # else the counts of the plan go on
-            self.tensors.steps = [*numbers_on(device, counts).unbind()]
-        self.tensors.grads = grads
-        self.plan = adam_step_(self.tensors, options, fused=fused, plan=self.plan)
-        self.tensors.grads = []
+            self.tensors = replace(self.tensors, steps=[*numbers_on(device, counts).unbind()])
+        self.plan = adam_step_(replace(self.tensors, grads=grads), options, fused=fused, plan=self.plan)
         if counts:
             steps[rows] += 1
             self.counted = [count + 1 for count in counts]

@@ -61,6 +61,10 @@ class Backward:
         if last is not None and not math.isfinite(last.usual):
             self._usual = math.sqrt(world_size) * last.norm
 
+    def carry(self, loss_scale: float) -> None:
+        """Take it that the gradients carry another loss scale than was told before."""
+        self.loss_scale = loss_scale
+
     def square(self, device: torch.device) -> Tensor:
         """Return the sum of squares of sent gradients, [] float64, without loss scale, if they are clipped, else 0."""
         squares = [self._squares[key].to(device) for key in sorted(self._squares)]  # buckets come in any order

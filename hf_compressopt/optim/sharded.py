@@ -669,7 +669,7 @@ class ShardedOverlap(OverlapSender):
             )
         if before != scale:
             self.expect_loss_scale(scale)
-            self.backward.loss_scale = scale
+            self.backward.carry(scale)
             for mean in self._sent.means.values():
                 mean.mul_(before / scale)
             for state in self.states:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -236,6 +236,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.communicator.rank == 0:
             logger.warning("step %d skipped: a gradient is not finite", self.steps + 1)
 
+    def resume(self, steps: int, skipped_steps: int) -> None:
+        """Go on from the counts of a saved state."""
+        self.steps = steps
+        self.skipped_steps = skipped_steps
+
     def _end_step(self, *, skipped: bool) -> None:
         self.step_was_skipped = skipped
         self.loss_scale.update(skipped)
@@ -320,7 +325,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         chosen = {} if parameters is None else {id(param): param for param in parameters}
         if parameters is not None and not set(map(id, self.partition.tensors)) <= chosen.keys():
             raise ValueError("parameters must hold all trainable parameters of the optimizer, some are missing")
-        self._reducer.max_norm = float(max_norm)
+        self._reducer.note_max_norm(float(max_norm))
         square = self._finish_gradients()  # which takes in parameters that have become trainable
         others = [param for param in chosen.values() if param.requires_grad and not is_taken(param)]
         if others:
@@ -458,26 +463,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # -- all parameters and states ------------------------------------------------------------------------------------
 
-    @contextmanager
-    def masters_in_parameters(self) -> Iterator[None]:
+    def masters_in_parameters(self) -> AbstractContextManager[None]:
         """Set the parameters, inside the block, to their rounded masters, as a saved model has them. All ranks call.
 
         With ``param_compression`` in 4 or 8 bits the parameters that a model computes with lag behind the masters by
         less than a step. At the end they are as before, bit for bit, whatever was written inside. They are copied for
         that time. Without such ``param_compression`` nothing happens.
         """
-        if not self.partition.has_replicas or self.partition.holds_masters:
-            yield
-            return
-        self.partition.follow()
-        restore = self.partition.replicas_restorer()
-        self.partition.holds_masters = True
-        try:
-            self.partition.share_masters()
-            yield
-        finally:
-            restore()
-            self.partition.holds_masters = False
+        return self.partition.masters_lent()
 
     def settle_parameters(self) -> None:
         """Make the parameters what their masters round to, for good: later code may run on one rank. All ranks call."""

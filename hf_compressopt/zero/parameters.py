@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -58,7 +59,7 @@ class PartitionedParameters:
         self._frozen: dict[int, tuple[int, Tensor]] = {}  # by id: number of the param group, and the parameter
         self._ranks_checked = False  # by check_ranks_agree(); not after a load
         self.bits_per_parameter: float | None = None  # of the exact parameters in the last step
-        self.holds_masters = False  # the parameters are the masters for now, and not the replicas that the ranks train
+        self._holds_masters = False  # the parameters are the masters for now, and not the replicas that the ranks train
         self.add(groups, range(len(groups)))
 
     def _communicator(self, process_group: dist.ProcessGroup) -> Communicator:
@@ -166,7 +167,7 @@ class PartitionedParameters:
 
     def follow(self) -> None:
         """Follow the parameters: a model may be moved or loaded after its optimizer was made."""
-        if self.holds_masters:
+        if self._holds_masters:
             return
         later: list[tuple[Tensor, Callable[[], object]]] = []  # of parts in host memory: one wait for all of them
         for part in self.parts():
@@ -240,6 +241,22 @@ class PartitionedParameters:
 
         return restore
 
+    @contextmanager
+    def masters_lent(self) -> Iterator[None]:
+        """Inside, the parameters are their rounded masters; afterwards they are as before. All ranks call."""
+        if not self.has_replicas or self._holds_masters:
+            yield
+            return
+        self.follow()
+        restore = self.replicas_restorer()
+        self._holds_masters = True
+        try:
+            self.share_masters()
+            yield
+        finally:
+            restore()
+            self._holds_masters = False
+
     @torch.no_grad()
     def take_written_values(self) -> None:
         """Give masters what other code has written into the parameters, if a load makes parameters of the masters.
@@ -250,7 +267,7 @@ class PartitionedParameters:
             self.follow()
 
     def require_replicas(self, doing: str) -> None:
-        if self.holds_masters:
+        if self._holds_masters:
             raise RuntimeError(f"{doing} inside masters_in_parameters(): leave the block first, it only lends masters")
 
     # -- the update: the parameters of one bucket are sent while the next is updated ----------------------------------
@@ -284,8 +301,7 @@ class PartitionedParameters:
             part.tensor.grad = None
         for number, mine in bucket.slices.items():
             gradients = self.reducer.slices[number]
-            gradients.average = None
-            gradients.commit_errors(self.reducer.present)
+            gradients.use_up(self.reducer.present)
             cut, communicator = gradients.cut, gradients.communicator
             if (form := gradients.param_form) is not None:
                 nbytes = communicator.world_size * form.nbytes(cut.part_numel)

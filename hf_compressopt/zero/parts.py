@@ -249,8 +249,8 @@ class Part:
         found: dict[str, Any] = self.inner.state.get(self.tensor, {})
         return found
 
-    @state.setter
-    def state(self, state: dict[str, Any]) -> None:
+    def take_state(self, state: dict[str, Any]) -> None:
+        """Take over the state of the wrapped optimizer."""
         self.inner.state.pop(self.tensor, None)
         if state:
             self.inner.state[self.tensor] = state

@@ -113,8 +113,9 @@ class SliceGradients:
     def errors(self) -> CompactErrors | None:
         return None if self.feedback is None else self.feedback.errors
 
-    def commit_errors(self, present: Sequence[bool]) -> None:
-        """Take over the errors since the last step of what is ``present`` on some rank: its messages were used."""
+    def use_up(self, present: Sequence[bool]) -> None:
+        """Drop the average, which the step has used, and take over the errors of what is ``present`` on some rank."""
+        self.average = None
         if self.feedback is not None:
             self.feedback.commit(present)
 
@@ -203,7 +204,7 @@ class GradientReducer:
         self.factor = 1.0
         self._square: float | None = None  # of the norm of the averages; None before the first one of a step
         self._is_measured = False  # it is that of the averages as they are
-        self.max_norm: float | None = None  # to which clip_grad_norm_ has clipped last
+        self._max_norm: float | None = None  # to which clip_grad_norm_ has clipped last
         self._communicator, self._checked = communicator, False
         self._config, self._loss_scale = config, loss_scale
         self.known: list[TrainedParameter] = []
@@ -269,11 +270,12 @@ class GradientReducer:
         """Follow the parameters to the devices to which a model was moved after its optimizer was made."""
         for gradients in self.slices:
             device = self.known[next(iter(gradients.cut.places))].tensor.device
-            gradients.device = gradients.communicator.device = device
+            gradients.device = device
+            gradients.communicator.follow(device)
             if gradients.feedback is not None:
                 gradients.feedback.to(device)
         if self.known:
-            self._communicator.device = self.known[0].tensor.device
+            self._communicator.follow(self.known[0].tensor.device)
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
@@ -408,6 +410,10 @@ class GradientReducer:
             self._square, self._is_measured = square, True
         return self._square * self.factor**2
 
+    def note_max_norm(self, max_norm: float) -> None:
+        """Note to which norm the coming step is clipped, for the ranks to compare."""
+        self._max_norm = max_norm
+
     def clip(self, norm: float, max_norm: float) -> None:
         """Clip averages of this norm to another one when they are used."""
         factor = _clip_factor(norm, max_norm)
@@ -450,14 +456,14 @@ class GradientReducer:
             left, unfrozen = self._leftovers(), self._unfrozen(partition, groups)
             everyone, *others = partition.communicators()
             for communicator in others:
-                options = partition.options_of_step(communicator, groups, self.max_norm)
+                options = partition.options_of_step(communicator, groups, self._max_norm)
                 sums = self._sum_flags(left, communicator, _squared(digest_of(options)))
                 try:
                     _require_alike(communicator, options, *sums)
                 except ValueError as error:  # the other ranks learn of it with everyone
                     self.fault = error
             own = [float(self.fault is not None), float(any(left)), float(bool(unfrozen))]
-            options = partition.options_of_step(everyone, groups, self.max_norm)
+            options = partition.options_of_step(everyone, groups, self._max_norm)
             numbers = [*_squared(digest_of(options)), *own]
             digests, digest_squares, *sums = self._sum_flags(left, everyone, numbers, self._squares())
             _require_alike(everyone, options, digests, digest_squares)

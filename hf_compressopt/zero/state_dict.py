@@ -36,6 +36,8 @@ class Partitioned(HasGroups, Protocol):
     steps: int
     skipped_steps: int
 
+    def resume(self, steps: int, skipped_steps: int) -> None: ...  # go on from these counts
+
 
 def header_of(optimizer: Partitioned) -> dict[str, Any]:
     scaler = {} if optimizer.config.grad_form is None else {"grad_scale": optimizer.loss_scale.of_scaler}
@@ -66,8 +68,7 @@ def check_header(optimizer: Partitioned, header: dict[str, Any]) -> None:
 
 
 def load_header(optimizer: Partitioned, header: dict[str, Any]) -> None:
-    optimizer.steps = int(header["step"])
-    optimizer.skipped_steps = int(header["skipped_steps"])
+    optimizer.resume(int(header["step"]), int(header["skipped_steps"]))
     value, good_steps = header["loss_scale"]
     optimizer.loss_scale.resume(float(value), int(good_steps), float(header.get("grad_scale", 1.0)))
     optimizer.traffic.restore(int(header["bytes_sent"]))
@@ -106,7 +107,7 @@ def take_rows(optimizer: Partitioned, rows: Iterable[Row], groups: Sequence[dict
             if dtype is None and value.is_floating_point():
                 dtype = part.tensor.dtype if of_torch else torch.promote_types(value.dtype, part.tensor.dtype)
             state[name] = value.to(part.tensor.device, dtype or value.dtype)
-        part.state = state
+        part.take_state(state)
     load_groups(optimizer, groups, (*OWN_KEYS, *FUNCTIONAL))
 
 
@@ -168,7 +169,8 @@ def load(optimizer: Partitioned, state_dict: dict[str, Any], own: dict[str, Any]
     if own is not None:
         load_header(optimizer, own)
     else:
-        optimizer.steps = max((int(row["step"]) for row in state_dict["state"].values() if "step" in row), default=0)
+        steps = [int(row["step"]) for row in state_dict["state"].values() if "step" in row]
+        optimizer.resume(max(steps, default=0), optimizer.skipped_steps)
 
 
 def _check_own(optimizer: Partitioned, own: dict[str, Any]) -> None:
