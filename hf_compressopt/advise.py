@@ -28,6 +28,7 @@ from hf_compressopt import quantities
 from hf_compressopt.collectives import topology
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, announced
+from hf_compressopt.flat import DEFAULT_BUCKET_MB
 from hf_compressopt.planner import estimate, link, report
 from hf_compressopt.planner.link import Link
 
@@ -137,6 +138,9 @@ def _advise(arguments: argparse.Namespace, launch: _Launch) -> str:
         arguments.memory_bandwidth = measured["memory_bandwidth"] = link.measure_memory(everyone)
     _measure_links(arguments, launch, measured)
 
+    if arguments.bucket_cap_mb is None and launch.device.type == "cpu":
+        arguments.bucket_cap_mb = DEFAULT_BUCKET_MB
+
     def render() -> str:
         arguments.nodes, arguments.gpus_per_node = launch.nodes, launch.local
         facts = estimate.predict(arguments, launch.ranks)
@@ -205,8 +209,10 @@ def _facts(arguments: argparse.Namespace, launch: _Launch, measured: dict[str, A
 
 def _estimate(arguments: argparse.Namespace, launch: _Launch) -> str:
     """The command ``hf-compressopt estimate`` with these numbers."""
-    options = {"params": arguments.params, "nodes": launch.nodes, "gpus_per_node": launch.local}
-    options |= {name: getattr(arguments, name) for name in ("trainable", "dtype", "steps", "accumulation")}
+    size = {"model": arguments.model} if arguments.model is not None else {"params": arguments.params}
+    options = {**size, "nodes": launch.nodes, "gpus_per_node": launch.local}
+    same = ("trainable", "dtype", "states_per_parameter", "bucket_cap_mb", "steps", "accumulation")
+    options |= {name: getattr(arguments, name) for name in same}
     for name in ("bandwidth", "local_bandwidth", "memory_bandwidth", "host_bandwidth"):
         rate = getattr(arguments, name)
         options[name] = f"{rate / 1e9:.4g}GB/s" if rate and rate < math.inf else None

@@ -35,6 +35,8 @@ def chunk_range(numel: int, world_size: int, rank: int) -> tuple[int, int]:
 
 #: MiB of float32 values in a bucket that nobody chose. On a GPU the launches of a bucket are what it costs.
 DEFAULT_BUCKET_MB, DEFAULT_BUCKET_MB_ON_CUDA = 25.0, 100.0
+#: MiB of gradients in a bucket of DistributedDataParallel, by default.
+DDP_BUCKET_MB = 25.0
 
 
 def bucket_numel_of(bucket_cap_mb: float | None, device_type: str = "cpu") -> int:

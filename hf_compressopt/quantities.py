@@ -79,15 +79,18 @@ def argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
 
 def with_unit(nbytes: float) -> str:
     """A number of bytes in three digits: 18.6 MB."""
-    units = ("B", "kB", "MB", "GB")
+    units = ("B", "kB", "MB", "GB", "TB", "PB")
     place = next((i for i in range(len(units) - 1) if nbytes < 999.5 * 1000**i), len(units) - 1)
     return f"{nbytes / 1000**place:.3g} {units[place]}"
 
 
 def duration(seconds: float) -> str:
-    """A time in words: 350 ms, 2.4 s, 5 minutes, 3.2 hours."""
+    """A time in words: 350 ms, 2.4 s, 5 minutes, 3.2 hours, 12 days."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 100:
         return f"{seconds:.2f} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 6000 else f"{seconds / 3600:.2g} hours"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} minutes"
+    hours = seconds / 3600
+    return f"{hours:.2g} hours" if hours < 99.5 else f"{hours / 24:,.0f} days"

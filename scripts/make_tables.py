@@ -543,12 +543,14 @@ def advised(params: float, bandwidth: float) -> str:
     """The planner's choice for 8 machines of one GPU each whose step takes 0.6 s: a key of COLOURS."""
     import torch
 
+    from hf_compressopt.flat import DDP_BUCKET_MB, DEFAULT_BUCKET_MB_ON_CUDA
     from hf_compressopt.planner.advice import as_json
     from hf_compressopt.planner.cost import Cluster, Model, Training
     from hf_compressopt.planner.memory import memory_rows
 
-    model = Model(Training(int(params), 0.6), Cluster(8, 1, bandwidth / 8))
-    memory = memory_rows(int(params), 8, torch.float32, 2, 25.0, 1)
+    buckets = {"bucket_cap_mb": DEFAULT_BUCKET_MB_ON_CUDA, "ddp_bucket_cap_mb": DDP_BUCKET_MB}
+    model = Model(Training(int(params), 0.6, **buckets), Cluster(8, 1, bandwidth / 8))
+    memory = memory_rows(int(params), 8, torch.float32, 2, **buckets)
     flags = as_json(model, 10_000, memory, None)["advised"]
     return next(key for key in ("int4", "onebit_adam", "zero_one_adam", "ddp") if key in flags or key == "ddp")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass, replace
+from functools import cached_property
 from inspect import signature
 
 from hf_compressopt.collectives.topology import AUTO, FLAT
@@ -94,6 +95,7 @@ class Training:
     update_seconds: float | None = None  # AdamW's share of them; None is one pass over memory, as of a fused AdamW
     itemsize: int = 4  # bytes of a parameter, and of its gradient: 4 or 2
     bucket_cap_mb: float = 25.0  # sent together: of gradients in DDP, of float32 values otherwise
+    ddp_bucket_cap_mb: float | None = None  # of DDP, whose buckets grad_compression has too; None is bucket_cap_mb
     scale_block: int | None = _DEFAULTS["scale_block"].default
     warmup_bits: int = _DEFAULTS["warmup_bits"].default
     in_full: int = 0  # of ``params``, those that travel in full precision beside messages of integers
@@ -208,12 +210,20 @@ class Model:
         size = cluster.node_size  # if hierarchical, all values are written, those of the node read: bytes per parameter
         self._node_passes = 0.0 if size == 1 else 2 * FLOAT_BYTES * (1 + 1 / size)
 
+    @cached_property
+    def _in_ddp(self) -> Model:
+        """The same training in DDP's buckets."""
+        size = self.training.ddp_bucket_cap_mb
+        if size is None:
+            return self
+        return Model(replace(self.training, bucket_cap_mb=size, ddp_bucket_cap_mb=None), self.cluster)
+
     def ddp(self, itemsize: int | None = None) -> Step:
         """A step of DDP with gradients of the parameters' dtype, or of ``itemsize`` bytes by a 16-bit hook, (3)."""
         ranks, of_parameter = self.cluster.ranks, self.training.itemsize
         sent_as = itemsize or of_parameter
         total = self.training.params * of_parameter
-        first, bucket = min(_FIRST_DDP_BUCKET, total), min(self.training.bucket_cap_mb * BYTES_PER_MB, total)
+        first, bucket = min(_FIRST_DDP_BUCKET, total), min(self._in_ddp.training.bucket_cap_mb * BYTES_PER_MB, total)
 
         def reduce(nbytes: float) -> Step:
             # a processor adds two 16-bit values no faster than two float32 values
@@ -272,7 +282,12 @@ class Model:
         return step + ring(self.cluster, beside, passes=2) if beside else step
 
     def low_bit(self, bits: int, *, deferred: bool = False) -> Step:
-        """A step of DDP with gradients in messages of 4 or 8 bits, (5); ``deferred`` errors wait for backward's end."""
+        """A step of DDP with gradients in messages of 4 or 8 bits, (5).
+
+        ``deferred`` is that of a compressed optimizer, in buckets of its own: errors wait for the end of backward.
+        """
+        if not deferred and self._in_ddp is not self:
+            return self._in_ddp.low_bit(bits)
         ranks, grad = self.cluster.ranks, self.training.itemsize
         message = bits / 8
         first, then = self._phases(IntegerFormat(bits))

@@ -43,8 +43,11 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = 
     parser.add_argument("--dtype", choices=dtypes, default="float32", help="dtype of the parameters")
     few, text = argument(partial(count, least=0, most=16)), "values of state per parameter: 2 for Adam (the default)"
     parser.add_argument("--states-per-parameter", type=few, default=2, help=f"{text}, 1 for SGD with momentum")
-    text = "MiB of float32 values in a bucket, which is sent together (%(default)s)"
-    parser.add_argument("--bucket-cap-mb", type=argument(mebibytes), default=25.0, help=text)
+    text = (
+        "MiB of float32 values in a bucket, which is sent together (default: as on GPUs, 100, and 25 in DDP and with "
+    )
+    text += f"grad_compression{'; on CPUs 25' if measured else ''})"
+    parser.add_argument("--bucket-cap-mb", type=argument(mebibytes), help=text)
     text = "topology of compressed messages: flat, hierarchical (one per node), or auto: hierarchical if there are "
     text += "several nodes of several GPUs (%(default)s)"
     parser.add_argument("--topology", choices=["auto", "flat", "hierarchical", "two-level"], default="auto", help=text)
@@ -152,8 +155,9 @@ def predict(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
         raise ValueError(f"--nodes times --gpus-per-node must be at most {_MOST_RANKS:,} ranks, got {ranks:,}")
     trained = arguments.trainable or arguments.params
     dtype, cluster = getattr(torch, arguments.dtype), _cluster(arguments)
-    sizes = dtype, arguments.states_per_parameter, arguments.bucket_cap_mb
-    memory = memory_rows(trained, ranks, *sizes, cluster.node_size, accumulates=arguments.accumulation > 1)
+    buckets = _buckets(arguments.bucket_cap_mb)
+    sizes = {"dtype": dtype, "states": arguments.states_per_parameter, "node_size": cluster.node_size, **buckets}
+    memory = memory_rows(trained, ranks, **sizes, accumulates=arguments.accumulation > 1)
     for name, row in memory.items():
         frozen = (arguments.params - trained) * dtype.itemsize // (ranks if name in FSDP2 else 1)
         row["parameters"] += frozen
@@ -193,10 +197,19 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     return Cluster(nodes, gpus, arguments.bandwidth or math.inf, topology=arguments.topology, **rates)
 
 
+def _buckets(size: float | None) -> dict[str, float | None]:
+    """The sizes of buckets, in MiB: those of GPUs, unless one is given for all."""
+    from hf_compressopt.flat import DDP_BUCKET_MB, DEFAULT_BUCKET_MB_ON_CUDA
+
+    if size is not None:
+        return {"bucket_cap_mb": size, "ddp_bucket_cap_mb": None}
+    return {"bucket_cap_mb": DEFAULT_BUCKET_MB_ON_CUDA, "ddp_bucket_cap_mb": DDP_BUCKET_MB}
+
+
 def _training(arguments: argparse.Namespace, trained: int, itemsize: int) -> Training:
     from hf_compressopt.planner.cost import Training
 
     names = ("update_seconds", "warmup_bits", "in_full", "beside_signs")
     more = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
-    sizes = {"itemsize": itemsize, "bucket_cap_mb": arguments.bucket_cap_mb, "accumulation": arguments.accumulation}
-    return Training(trained, arguments.compute_seconds, **sizes, **more)
+    more |= {"itemsize": itemsize, "accumulation": arguments.accumulation, **_buckets(arguments.bucket_cap_mb)}
+    return Training(trained, arguments.compute_seconds, **more)

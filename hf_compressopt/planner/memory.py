@@ -101,11 +101,13 @@ def memory_rows(
     bucket_cap_mb: float,
     node_size: int = 1,
     *,
+    ddp_bucket_cap_mb: float | None = None,
     accumulates: bool = False,
 ) -> dict[str, dict[str, int]]:
     """Bytes on each rank, by optimizer and by content, with a row for each stage of a compact state.
 
-    A compressed optimizer with ``zero_stage=2`` holds whole gradients while it ``accumulates`` micro-batches.
+    A compressed optimizer with ``zero_stage=2`` holds whole gradients while it ``accumulates`` micro-batches. DDP, also
+    with grad_compression, has buckets of ``ddp_bucket_cap_mb``, by default as the others.
 
     Messages in flight are left out: 1/32 of the buckets' bytes. FSDP2 has no replicas here: each rank has a shard of
     all, and with gradients in 4 bits errors for all, old and new ones, with exact parameters what was gathered last.
@@ -115,14 +117,17 @@ def memory_rows(
     )
     bucket_numel, full = bucket_numel_of(bucket_cap_mb), params * dtype.itemsize
     buckets = Buckets(params, world_size, bucket_numel, node_size)
-    estimates = {name: estimate(stage) for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2"))}
+    in_ddp = ddp_bucket_cap_mb or bucket_cap_mb
+    estimates = {"no ZeRO": estimate(0, bucket_cap_mb=in_ddp)}
+    estimates |= {f"ZeRO-{stage}": estimate(stage) for stage in (1, 2)}
     if world_size > 1:
         parameters = AUTO if dtype.itemsize < FLOAT_BYTES else "int4"
         for stage, name in ZERO_INT4.items():
             small = estimate(stage, grad_compression="int4", param_compression=parameters, node_size=node_size)
             estimates[name] = replace(small, states=small.states + small.errors, errors=0)
         plain = estimates["no ZeRO"]
-        estimates["grad_compression"] = replace(plain, states=plain.states + buckets.errors)
+        errors = Buckets(params, world_size, bucket_numel_of(in_ddp), node_size).errors
+        estimates["grad_compression"] = replace(plain, states=plain.states + errors)
         shard = [-(-value // world_size) for value in (full, full, plain.states)]
         errors = 2 * Buckets(params, world_size, bucket_numel).worker_errors
         for name, held in zip(FSDP2, (0, errors, params * _HALF_BYTES), strict=True):

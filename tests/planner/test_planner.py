@@ -400,8 +400,9 @@ def facts_of(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 def four_nodes() -> Model:
-    """That of the command line."""
-    return Model(Training(124_000_000, quantities.seconds("350ms")), Cluster(4, 2, 1.25e9))
+    """That of the command line, with the buckets of GPUs."""
+    training = Training(124_000_000, quantities.seconds("350ms"), bucket_cap_mb=100.0, ddp_bucket_cap_mb=25.0)
+    return Model(training, Cluster(4, 2, 1.25e9))
 
 
 def is_told(found: dict[str, float], step: cost.Step) -> bool:
@@ -459,7 +460,7 @@ def test_a_vector_with_blocks_of_its_own_travels_as_signs(
     steps = facts_of(capsys, "estimate", "--model", str(tmp_path), *WORDS[3:], *NETWORK)["steps"]
     sizes = [param.numel() for param in net.parameters() if param.dim() == 1]
     training = Training(sum(param.numel() for param in net.parameters()), quantities.seconds("350ms"))
-    training = replace(training, in_full=sum(sizes), beside_signs=sum(sizes) - 9000)
+    training = replace(training, in_full=sum(sizes), beside_signs=sum(sizes) - 9000)  # in one bucket
     model = Model(training, Cluster(4, 2, 1.25e9))
     assert steps["OnebitAdam"]["compressed"]["sent"] == model.compressed(ONEBIT_ADAM).sent
     assert steps["grad_compression=int4"]["every step"]["sent"] == model.low_bit(4).sent
@@ -585,3 +586,13 @@ def test_numbers_as_people_write_them(parse: Any, values: dict[str, float], refu
     for text in [*refused.split(), ""]:
         with pytest.raises(ValueError, match=said):
             parse(text)
+
+
+def test_large_numbers_are_read_without_exponents() -> None:
+    assert [quantities.with_unit(n) for n in (999.4, 1.4e9, 1.4e12, 2e15)] == ["999 B", "1.4 GB", "1.4 TB", "2 PB"]
+    assert [quantities.duration(s) for s in (7200, 98 * 3600, 1e6, 1e9)] == [
+        "2 hours",
+        "98 hours",
+        "12 days",
+        "11,574 days",
+    ]
