@@ -211,19 +211,13 @@ def _errors_of_slice(
 ) -> Iterator[StateTensor]:
     """Describe this rank's errors of a slice; ``local`` returns some of them by their place and number."""
     everyone = partition.communicator
-    for number, rows in gradients.error_places.items():
+    for number, spans in gradients.error_spans.items():
         flat = partition.known[number].communicator.levels is None  # as in groups of only some ranks
         key = TensorKey(Kind.WORKER, called[number], rank=everyone.rank if flat else everyone.topology.node)
         of_sender: dict[str, Any] = {"of_each_rank": True, "node_size": everyone.topology.node_size, "is_error": True}
-        runs: list[tuple[int, int, int]] = []  # first element, place and number of what is in one piece in both
-        for begin, span in rows:
-            start, place, numel = runs[-1] if runs else (0, 0, -1)
-            if (start + numel, place + numel) == (span.start, begin):
-                runs[-1] = start, place, numel + span.numel
-            else:
-                runs.append((span.start, begin, span.numel))
-        for start, place, numel in runs:
-            yield StateTensor.of(key, local(place, numel), tuple(partition.tensors[number].shape), start, **of_sender)
+        shape = tuple(partition.tensors[number].shape)
+        for span in spans:
+            yield StateTensor.of(key, local(span.offset, span.numel), shape, span.start, **of_sender)
 
 
 # -- inside a ZeroOptimizer -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ node both topologies are one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from hf_compressopt.flat import chunk_range
 
@@ -37,11 +37,12 @@ class Topology:
 
     @property
     def own_chunk(self) -> int:
-        return self.chunk_of(self.rank)
+        return self.chunks[self.rank]
 
-    def chunk_of(self, rank: int) -> int:
-        """Return the chunk that a rank serves."""
-        return rank % self.node_size * self.nodes + rank // self.node_size
+    @cached_property
+    def chunks(self) -> list[int]:
+        """The chunk that each rank serves."""
+        return [rank % self.node_size * self.nodes + rank // self.node_size for rank in range(self.world_size)]
 
     @property
     def sent_chunks(self) -> range:
@@ -50,11 +51,7 @@ class Topology:
 
     def own_range(self, numel: int) -> tuple[int, int]:
         """Return the elements [start, stop) of a bucket that this rank serves."""
-        return self.chunk_range(numel, self.rank)
-
-    def chunk_range(self, numel: int, rank: int) -> tuple[int, int]:
-        """Return the elements [start, stop) of a bucket that a rank serves."""
-        return chunk_range(numel, self.world_size, self.chunk_of(rank))
+        return chunk_range(numel, self.world_size, self.own_chunk)
 
     def sent_range(self, numel: int) -> tuple[int, int]:
         return self.shard_range(numel, self.place)

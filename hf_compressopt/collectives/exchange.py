@@ -340,9 +340,11 @@ def _room(plan: _Plan, device: torch.device) -> Tensor:
     return together
 
 
-def gather_messages(numel: int, together: Tensor, form: MessageFormat, ranks: Communicator) -> Task[Average]:
+def gather_messages(
+    numel: int, together: Tensor, form: MessageFormat, ranks: Communicator, *, last: bool | None = None
+) -> Task[Average]:
     """Gather what every server of a bucket has written in its :func:`own_message`: the second phase alone."""
-    yield from all_gather(together, ranks, last=None)
+    yield from all_gather(together, ranks, last=last)
     plan = _plan((numel,), form, ranks.topology, together.device)
     return Average(numel, form, together, ranks.world_size, plan.strides[0])
 
@@ -430,17 +432,7 @@ def all_gather(whole: Tensor, ranks: Communicator, *, last: bool | None = _LAST)
 def in_place_order(buffer: Tensor, ranks: Communicator) -> Tensor:
     """Return parts in rank order, [world_size * n], by place and then by node: the order of their chunks."""
     place = ranks.topology
-    return buffer if place.node_size == 1 else _swapped(buffer, place.nodes, place.node_size)
-
-
-def in_rank_order(gathered: Tensor, ranks: Communicator) -> Tensor:
-    """Return what :func:`all_gather` has gathered, [world_size * n], in rank order."""
-    place = ranks.topology
-    return gathered if place.node_size == 1 else _swapped(gathered, place.node_size, place.nodes)
-
-
-def _swapped(parts: Tensor, outer: int, inner: int) -> Tensor:
-    return parts.view(outer, inner, -1).transpose(0, 1).reshape(-1)
+    return buffer if place.node_size == 1 else buffer.view(place.nodes, place.node_size, -1).transpose(0, 1).reshape(-1)
 
 
 def _equal(buffer: Tensor, ranks: Communicator) -> list[int]:

@@ -341,11 +341,11 @@ class ErrorFeedback(StagedErrors):
 
     def places(self) -> Iterator[tuple[Errors, list[Place]]]:
         for bucket, errors in zip(self._layout.buckets, self.feedback, strict=True):
-            first = self.sent_range(bucket)[0]
+            first = self._communicator.topology.sent_range(bucket.numel)[0]
             for error in errors.worker:
                 yield error, _places(error, bucket, first)
                 first += error.numel()
-            yield errors.server, _places(errors.server, bucket, self.own_range(bucket)[0])
+            yield errors.server, _places(errors.server, bucket, self._communicator.topology.own_range(bucket.numel)[0])
 
     def copy_(self, worker: Tensor, server: Tensor) -> None:
         """Take over the values of two buffers, of either form, and drop errors that no step has used."""
@@ -427,13 +427,9 @@ class ErrorFeedback(StagedErrors):
 
 
 def _places(error: Errors, bucket: Bucket, first: int) -> list[Place]:
-    """Return where the errors of each parameter lie in those of the elements from ``first`` on."""
-    last, found = first + error.numel(), list[Place]()
-    for piece in bucket.pieces:
-        start, stop = max(piece.offset, first), min(piece.offset + piece.numel, last)
-        if start < stop:
-            found.append((start - first, stop - first, piece.index))
-    return found
+    """Return where the errors of each parameter lie in those of the bucket's elements from ``first`` on."""
+    spans = bucket.spans(first, first + error.numel())
+    return [(span.offset, span.offset + span.numel, span.index) for span in spans]
 
 
 def _errors_in(buffer: Tensor, counts: Sequence[int], chunks: int = 1) -> list[Errors]:

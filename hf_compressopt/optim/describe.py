@@ -18,10 +18,11 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.feedback import ErrorFeedback
+from hf_compressopt.flat import PIECES
 from hf_compressopt.format.plan import Kind, StateTensor, TensorKey
 from hf_compressopt.kernels import Average
 from hf_compressopt.optim.group import GroupState
-from hf_compressopt.optim.moments import MOMENTS, PIECES, Moments, take_pieces
+from hf_compressopt.optim.moments import MOMENTS, Moments, take_pieces
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import BucketErrors
 from hf_compressopt.collectives.feedback import ErrorFeedback
-from hf_compressopt.flat import Bucket, FlatLayout
+from hf_compressopt.flat import PIECES, Bucket, FlatLayout
 from hf_compressopt.format.plan import Kind
 from hf_compressopt.kernels import Average, Descent, Segment, SignFormat, Variance
 from hf_compressopt.kernels.memory import dense_values
 from hf_compressopt.kernels.messages import travels_beside_signs, travels_in_full
 from hf_compressopt.optim.math import correct_bias_, floor_variance_
-from hf_compressopt.optim.moments import MOMENTS, PIECES, CompactMoments, Moments, MomentShards
+from hf_compressopt.optim.moments import MOMENTS, CompactMoments, Moments, MomentShards
 
 
 @dataclass(frozen=True)

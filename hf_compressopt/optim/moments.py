@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.flat import Bucket, FlatLayout, Span
+from hf_compressopt.flat import PIECES, Bucket, FlatLayout, Span
 from hf_compressopt.format.plan import Kind
 from hf_compressopt.kernels import Average, LogVariance, SignFormat, Variance, on
 from hf_compressopt.kernels.adam import AdamPlan, AdamTensors
@@ -28,8 +28,6 @@ from hf_compressopt.optim.math import adam_step_
 
 #: The names of the two moments, in ``optimizer.state`` and in files.
 MOMENTS = ("exp_avg", "exp_avg_sq")
-#: The entry of ``optimizer.state`` that holds this rank's part of a parameter's moments.
-PIECES = "pieces"
 
 
 class MomentShards:
@@ -39,15 +37,13 @@ class MomentShards:
         self, layout: FlatLayout, communicator: Communicator, device: torch.device, in_full: Sequence[bool]
     ) -> None:
         self.topology = topology = communicator.topology
-        chunks = [
-            [list(_spans(bucket, *topology.chunk_range(bucket.numel, rank))) for rank in range(topology.world_size)]
-            for bucket in layout.buckets
-        ]
-        self.spans = [spans[topology.rank] for spans in chunks]
+        self.partitions = [bucket.partition(topology.chunks) for bucket in layout.buckets]
+        self.spans = [partition.chunks[topology.rank] for partition in self.partitions]
         self.numels_in_full = [
-            [sum(span.numel for span in of_rank if in_full[span.index]) for of_rank in spans] for spans in chunks
+            [sum(span.numel for span in chunk if in_full[span.index]) for chunk in partition.chunks]
+            for partition in self.partitions
         ]
-        numels = [sum(span.numel for span in spans) for spans in self.spans]
+        numels = [partition.owned_numels[topology.rank] for partition in self.partitions]
         self.exp_avg, self.exp_avg_sq = (
             [torch.zeros(numel, dtype=torch.float32, device=device) for numel in numels] for _ in range(2)
         )
@@ -56,6 +52,18 @@ class MomentShards:
         self.exp_avg = [moment.to(device) for moment in self.exp_avg]
         self.exp_avg_sq = [moment.to(device) for moment in self.exp_avg_sq]
 
+    def take_exp_avg(self, number: int) -> Tensor:
+        """Return what this rank has of the first moment of a bucket, and let go of it."""
+        taken = self.exp_avg[number]
+        self.exp_avg[number] = taken.new_empty(0)
+        return taken
+
+    def take_exp_avg_sq(self, number: int) -> Tensor:
+        """Return what this rank has of the second moment of a bucket, and let go of it."""
+        taken = self.exp_avg_sq[number]
+        self.exp_avg_sq[number] = taken.new_empty(0)
+        return taken
+
     def parts(self) -> Iterator[tuple[Span, Tensor, Tensor]]:
         """Yield each run of a parameter with its two moments, [n] float32, which are views."""
         for spans, exp_avg, exp_avg_sq in zip(self.spans, self.exp_avg, self.exp_avg_sq, strict=True):
@@ -63,9 +71,9 @@ class MomentShards:
                 yield span, part_of(exp_avg, span), part_of(exp_avg_sq, span)
 
     def pieces(self, index: int) -> list[dict[str, Any]]:
-        """Return this rank's pieces of a parameter's moments, as a state dict of ZeroOptimizer has them."""
+        """Return this rank's pieces of a parameter's moments, as state dicts have them."""
         return [
-            {"start": span.start, "stop": span.stop, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+            span.piece({"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq})
             for span, exp_avg, exp_avg_sq in self.parts()
             if span.index == index
         ]
@@ -99,15 +107,6 @@ def take_pieces(pieces: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> 
 def part_of(shard: Tensor, span: Span) -> Tensor:
     """Return the elements of a run of a parameter, a view of what a rank has of a bucket."""
     return shard[span.offset : span.offset + span.numel]
-
-
-def _spans(bucket: Bucket, first: int, last: int) -> Iterator[Span]:
-    """Yield the runs of parameters that lie in the elements [first, last) of a bucket."""
-    for piece in bucket.pieces:
-        begin = piece.offset - bucket.start
-        low, high = max(begin, first), min(begin + piece.numel, last)
-        if low < high:
-            yield Span(piece.index, piece.start + low - begin, piece.start + high - begin, low - first)
 
 
 @dataclass

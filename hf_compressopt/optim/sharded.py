@@ -54,7 +54,7 @@ from hf_compressopt.collectives.exchange import (
     summed,
 )
 from hf_compressopt.collectives.feedback import keep_
-from hf_compressopt.flat import Bucket, chunk_numel
+from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import SKETCH_NUMEL, Average, Combination, Errors, IntegerFormat, Segment, sum_of_squares
 from hf_compressopt.kernels.adam import AdamTensors
 from hf_compressopt.kernels.compact import NO_TOP, encode_variance_, highest_points
@@ -146,7 +146,7 @@ def _step_of_bucket(
     update = _update(state, shared.number, mean, present, fused=fused) if mean.numel() else mean
     decay = 1 - float(state.options["lr"]) * state.options["weight_decay"]
     if bucket.in_full:
-        values = yield from _gather_values(state, bucket, update)
+        values = yield from _gather_chunks(state, shared.number, update)
         with state.parameter_segments(bucket) as params:
             for segment, change in zip(params, torch.split(values, [s.numel for s in params]), strict=True):
                 if segment.tensor is not None:
@@ -165,14 +165,13 @@ def _step_of_bucket(
                 kernels.on(together).add_(changes, chosen, factor)
 
 
-def _gather_values(state: GroupState, bucket: Bucket, values: Tensor) -> Task[Tensor]:
-    """Gather what each rank has of its chunk of a bucket in full precision, and return it, [numel] float32."""
-    communicator, place = state.communicator, state.communicator.topology
-    count = chunk_numel(bucket.numel, communicator.world_size)
-    whole = torch.zeros(place.world_size * count, dtype=torch.float32, device=state.device)
-    whole[place.own_chunk * count :][: values.numel()] = values
+def _gather_chunks(state: GroupState, number: int, values: Tensor) -> Task[Tensor]:
+    """Gather what each rank has of its chunk of a bucket, and return that of all, [numel]."""
+    communicator, partition = state.communicator, _shards_of(state).partitions[number]
+    whole = torch.zeros(partition.numel, dtype=values.dtype, device=state.device)
+    whole[partition.starts[communicator.rank] :][: values.numel()] = values
     yield from all_gather(whole, communicator, last=None)
-    return whole[: bucket.numel]
+    return whole[: state.layout.buckets[number].numel]
 
 
 def _mean_of_chunk(
@@ -186,25 +185,23 @@ def _mean_of_chunk(
 ) -> Task[Tensor]:
     """Average this rank's chunk of the gradients of a bucket times a factor, (1), and return it, [n_own] float32."""
     ranks, device = state.communicator, state.device
-    numel = state.layout.buckets[number].numel
-    place = ranks.topology
+    shards = _shards_of(state)
+    numel, partition = state.layout.buckets[number].numel, shards.partitions[number]
     in_full = [segment for segment in segments if state.in_full[segment.index]]
     values = torch.empty(sum(segment.numel for segment in in_full), dtype=torch.float32, device=device)
     if in_full:
         kernels.on(values).combine_(Combination(values.numel(), device, grads=in_full, beta=factor), values)
         segments = [replace(s, tensor=None) if state.in_full[s.index] else s for s in segments]
     if state.layout.buckets[number].in_full:
-        start, stop = place.own_range(numel)
-        mean = torch.zeros(stop - start, dtype=torch.float32, device=device)
+        mean = torch.zeros(partition.owned_numels[ranks.rank], dtype=torch.float32, device=device)
     else:
         task = reduce_scatter(Combination(numel, device, grads=segments, beta=factor), old, new, form, ranks)
         del segments, in_full  # as in all_reduce
         mean = yield from task
     if values.numel():
-        shards, everyone = _shards_of(state), range(ranks.world_size)
-        numels = shards.numels_in_full[number]
-        chunks = torch.split(values, [numels[rank] for rank in sorted(everyone, key=place.chunk_of)])
-        by_rank = torch.cat([chunks[place.chunk_of(rank)] for rank in everyone])
+        numels, order = shards.numels_in_full[number], partition.order
+        chunks = torch.split(values, [numels[rank] for rank in sorted(range(len(order)), key=order.__getitem__)])
+        by_rank = torch.cat([chunks[chunk] for chunk in order])
         means = yield from summed(by_rank, numels, ranks, 1.0 / ranks.world_size)
         spans = [span for span in shards.spans[number] if state.in_full[span.index]]
         for span, part in zip(spans, torch.split(means, [span.numel for span in spans]), strict=True):
@@ -298,10 +295,9 @@ def _gather_momentum(
     """Bring the momentum of a bucket to all ranks, as signs (5) or in full; without a variance it has no error."""
     shards, communicator = _shards_of(state), state.communicator
     bucket = state.layout.buckets[number]
-    form, exp_avg = state.form, shards.exp_avg[number]
+    form, exp_avg = state.form, shards.take_exp_avg(number)
     if bucket.in_full:
-        values = yield from _gather_values(state, bucket, exp_avg)
-        shards.exp_avg[number] = exp_avg.new_empty(0)
+        values = yield from _gather_chunks(state, number, exp_avg)
         _compact_of(state).store_message(bucket, Average.of(values))
         return
     together, message = own_message(bucket.numel, form, communicator, state.device)
@@ -313,7 +309,6 @@ def _gather_momentum(
             if without_variance[span.index]:
                 part_of(missed, span).zero_()
         keep_(feedback.server, missed)
-    shards.exp_avg[number] = exp_avg.new_empty(0)
     del exp_avg
     average = yield from gather_messages(bucket.numel, together, form, communicator)
     _compact_of(state).store_message(bucket, average)
@@ -321,16 +316,13 @@ def _gather_momentum(
 
 def _gather_variance(state: GroupState, number: int, tops: Sequence[int]) -> Task[None]:
     """Make the variance of a bucket codes of 8 bits on all ranks."""
-    shards, communicator = _shards_of(state), state.communicator
-    bucket = state.layout.buckets[number]
-    count, place = chunk_numel(bucket.numel, communicator.world_size), communicator.topology
-    whole = torch.zeros(place.world_size * count, dtype=torch.uint8, device=state.device)
-    codes = whole[place.own_chunk * count :][:count]
+    shards, bucket = _shards_of(state), state.layout.buckets[number]
+    exp_avg_sq = shards.take_exp_avg_sq(number)
+    codes = torch.empty_like(exp_avg_sq, dtype=torch.uint8)
     for span in shards.spans[number]:
-        encode_variance_(part_of(shards.exp_avg_sq[number], span), part_of(codes, span), tops[span.index])
-    shards.exp_avg_sq[number] = shards.exp_avg_sq[number].new_empty(0)
-    yield from all_gather(whole, communicator, last=None)
-    _compact_of(state).codes[bucket.start : bucket.stop] = whole[: bucket.numel]
+        encode_variance_(part_of(exp_avg_sq, span), part_of(codes, span), tops[span.index])
+    del exp_avg_sq
+    _compact_of(state).codes[bucket.start : bucket.stop] = yield from _gather_chunks(state, number, codes)
 
 
 # -- zero_stage=2 -----------------------------------------------------------------------------------------------------

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import Communicator, Traffic
-from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
+from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES, PIECES
 from hf_compressopt.format.index import NODE_SIZE
 from hf_compressopt.format.plan import Kind
 from hf_compressopt.optim.describe import GroupTensors
 from hf_compressopt.optim.gradients import NOISE
 from hf_compressopt.optim.group import GroupState
 from hf_compressopt.optim.math import is_zero
-from hf_compressopt.optim.moments import MOMENTS, PIECES, check_pieces
+from hf_compressopt.optim.moments import MOMENTS, check_pieces
 from hf_compressopt.optim.options import check_at_least, check_count, check_group, loadable_group
 from hf_compressopt.optim.overlap import LATE_CLIP
 from hf_compressopt.optim.warmup import ERROR_CLIP, LOSS_SCALE, WarmupGradients

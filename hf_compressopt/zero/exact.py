@@ -26,11 +26,11 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import Pipeline, Task, all_gather
-from hf_compressopt.flat import Span
+from hf_compressopt.flat import Partition
 from hf_compressopt.kernels import changes
 from hf_compressopt.kernels.memory import flat_view, in_memory, is_direct
 from hf_compressopt.zero.config import ZeroConfig
-from hf_compressopt.zero.parts import Part, Slice, digest_of_bits, write_span
+from hf_compressopt.zero.parts import Part, digest_of_bits, write_span
 from hf_compressopt.zero.reducer import gather_parameters
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ TOGETHER_NBYTES = 1 << 23
 class _Waiting:
     """A slice whose parts are updated, and not yet sent."""
 
-    cut: Slice
+    cut: Partition
     communicator: Communicator
     parts: Sequence[Part]  # this rank's
     sizes: Tensor  # [blocks] int16, of the changes of this rank's part
@@ -54,14 +54,14 @@ class _Waiting:
     @property
     def plain_nbytes(self) -> int:
         """Bytes of a rank's part in full."""
-        return self.cut.part_numel * self.dtype.itemsize
+        return self.cut.chunk_numel * self.dtype.itemsize
 
     @property
     def device(self) -> torch.device:
         return self.sizes.device
 
     def message_nbytes(self, rank: int) -> int:
-        return changes.message_nbytes(numel_of(self.cut.parts[rank]), self.payloads[rank])
+        return changes.message_nbytes(self.cut.owned_numels[rank], self.payloads[rank])
 
 
 class ExactParameters:
@@ -78,22 +78,22 @@ class ExactParameters:
         """Bits of a parameter in the messages of this step; None if no slice was given."""
         return 8 * self.nbytes / self.numel if self.numel else None
 
-    def takes(self, cut: Slice, communicator: Communicator) -> bool:
+    def takes(self, cut: Partition, communicator: Communicator) -> bool:
         """Return whether the parameters of a slice are sent exactly; the same on all ranks."""
         if not self._config.exact or communicator.world_size == 1:
             return False
-        dtypes = {self._tensors[number].dtype for number in cut.places}
+        dtypes = {self._tensors[number].dtype for number in cut.spans}
         return len(dtypes) == 1 and dtypes <= {*changes.DTYPES} - {self._config.master}
 
     @torch.no_grad()
-    def add(self, cut: Slice, communicator: Communicator, parts: Sequence[Part]) -> None:
+    def add(self, cut: Partition, communicator: Communicator, parts: Sequence[Part]) -> None:
         """Take a slice whose parts of this rank are updated, and not yet written into the parameters."""
-        example = self._tensors[next(iter(cut.places))]
+        example = self._tensors[next(iter(cut.spans))]
         sizes = torch.empty(0, dtype=torch.int16, device=example.device)
         if parts:
-            old, _ = self._values(cut.parts[communicator.rank])
-            sizes = changes.change_sizes(old, _rounded(parts, example))
-        digests = [digest_of_bits(_flat(self._tensors[index])[start:stop]) for index, start, stop in _stretches(cut)]
+            old, _ = self._values(cut, communicator.rank)
+            sizes = changes.change_sizes(old, _rounded(cut, communicator.rank, parts, example))
+        digests = [digest_of_bits(_flat(self._tensors[index])[start:stop]) for index, start, stop in cut.stretches]
         digest = digests[0]
         for other in digests[1:]:
             digest = digest * 31 + other
@@ -127,7 +127,7 @@ class ExactParameters:
         exact, plain, different = [], [], 0
         for each, row in zip(waiting, rows, strict=True):
             each.payloads = [payload for payload, _ in row]
-            self.numel += sum(span.numel for span in _spans(each.cut))
+            self.numel += sum(stop - start for _, start, stop in each.cut.stretches)
             alike = len({digest for _, digest in row}) == 1
             different += not alike
             ranks = range(len(row))
@@ -157,11 +157,11 @@ class ExactParameters:
     def _gather(self, run: Sequence[_Waiting], stride: int) -> Task[None]:
         """Send the changes of some slices together, as (3) says; a rank's messages have ``stride`` bytes at most."""
         communicator = run[0].communicator
-        rank, world_size, place_of = communicator.rank, communicator.world_size, communicator.topology.chunk_of
+        rank, world_size, order = communicator.rank, communicator.world_size, run[0].cut.order
         together = torch.empty(world_size * stride, dtype=torch.uint8, device=run[0].device)
-        for each, message in _messages(run, rank, together[place_of(rank) * stride :][:stride]):
-            old, _ = self._values(each.cut.parts[rank])
-            new = _rounded(each.parts, self._tensors[next(iter(each.cut.places))])
+        for each, message in _messages(run, rank, together[order[rank] * stride :][:stride]):
+            old, _ = self._values(each.cut, rank)
+            new = _rounded(each.cut, rank, each.parts, self._tensors[next(iter(each.cut.spans))])
             changes.write_message_(old, new, each.sizes, message)
             for part in each.parts:
                 part.write_back(new[part.span.offset :][: part.span.numel].view(each.dtype))
@@ -169,48 +169,24 @@ class ExactParameters:
         for owner in range(world_size):
             if owner == rank:
                 continue
-            for each, message in _messages(run, owner, together[place_of(owner) * stride :][:stride]):
-                spans = each.cut.parts[owner]
-                values, is_copy = self._values(spans)
+            for each, message in _messages(run, owner, together[order[owner] * stride :][:stride]):
+                values, is_copy = self._values(each.cut, owner)
                 changes.read_message_(message, values)
-                for span in spans if is_copy else ():
+                for span in each.cut.chunks[owner] if is_copy else ():
                     written = values[span.offset :][: span.numel].view(each.dtype)
                     write_span(self._tensors[span.index], span.start, span.stop, written)
 
-    def _values(self, spans: Sequence[Span]) -> tuple[Tensor, bool]:
-        """Return the bits of the parameters in a part, [n] int16, and whether they are a copy."""
+    def _values(self, cut: Partition, rank: int) -> tuple[Tensor, bool]:
+        """Return the bits of the parameters in a rank's part, [n] int16, and whether they are a copy."""
+        spans = cut.chunks[rank]
         tensor = self._tensors[spans[0].index]
         if len(spans) == 1 and spans[0].offset == 0 and is_direct(tensor):
             return _flat(tensor)[spans[0].start : spans[0].stop].view(torch.int16), False
-        values = torch.zeros(numel_of(spans), dtype=torch.int16, device=tensor.device)
+        values = torch.zeros(cut.owned_numels[rank], dtype=torch.int16, device=tensor.device)
         for span in spans:
             bits = _flat(self._tensors[span.index]).view(torch.int16)
             values[span.offset :][: span.numel] = bits[span.start : span.stop]
         return values, True
-
-
-def numel_of(spans: Sequence[Span]) -> int:
-    """Return the elements of a part without the padding at its end."""
-    return max((span.offset + span.numel for span in spans), default=0)
-
-
-def _spans(cut: Slice) -> Iterator[Span]:
-    for spans in cut.parts:
-        yield from spans
-
-
-def _stretches(cut: Slice) -> Iterator[tuple[int, int, int]]:
-    """Yield the elements of a slice as a parameter's number, start and stop, whichever ranks' parts they lie in."""
-    for index, rows in cut.places.items():
-        start = stop = -1
-        for _, span in rows:
-            if span.start != stop:
-                if stop > start:
-                    yield index, start, stop
-                start = span.start
-            stop = span.stop
-        if stop > start:
-            yield index, start, stop
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -218,10 +194,9 @@ def _flat(tensor: Tensor) -> Tensor:
     return flat_view(in_memory("a parameter", tensor))
 
 
-def _rounded(parts: Sequence[Part], example: Tensor) -> Tensor:
-    """Return the bits that the masters of a part round to, [n] int16."""
-    spans = [part.span for part in parts]
-    values = torch.zeros(numel_of(spans), dtype=example.dtype, device=example.device)
+def _rounded(cut: Partition, rank: int, parts: Sequence[Part], example: Tensor) -> Tensor:
+    """Return the bits that this rank's masters round to, [n] int16."""
+    values = torch.zeros(cut.owned_numels[rank], dtype=example.dtype, device=example.device)
     for part in parts:
         values[part.span.offset :][: part.span.numel] = part.tensor.to(example.device, non_blocking=True)
     return values.view(torch.int16)

@@ -17,14 +17,14 @@ from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.exchange import Pipeline, in_runs
 from hf_compressopt.collectives.topology import with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_communicator
-from hf_compressopt.flat import FLOAT_BYTES
+from hf_compressopt.flat import FLOAT_BYTES, joined
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.math import bit_sum, trust_ratio
 from hf_compressopt.optim.options import plain_group, plain_value
 from hf_compressopt.zero.config import ZeroConfig, check_parameters
 from hf_compressopt.zero.exact import ExactParameters
-from hf_compressopt.zero.parts import Part, TrainedParameter, UpdateBucket, hyperparameters, join, partition
+from hf_compressopt.zero.parts import Part, TrainedParameter, UpdateBucket, hyperparameters, partition
 from hf_compressopt.zero.reducer import GradientReducer, LossScale, SliceGradients, gather_parameters, send_differences
 
 #: Hyperparameters that schedulers change.
@@ -113,13 +113,13 @@ class PartitionedParameters:
             communicator = self.known[members[0]].communicator
             compressed = compressed and communicator.world_size > 1
             sizes = [(number, self.tensors[number].numel()) for number in members]
-            cuts = partition(sizes, config.reduce_numel, communicator.world_size, communicator.name)
+            cuts = partition(sizes, config.reduce_numel, communicator.topology, communicator.name)
             if not compressed:  # those have blocks of their own
-                cuts = list(map(join, in_runs(cuts, lambda cut: cut.numel, communicator)))
+                cuts = list(map(joined, in_runs(cuts, lambda cut: cut.numel, communicator)))
             forms = (config.grad_form, config.param_form) if compressed else (None, None)
             dtypes = config.sent or dtype, config.kept or dtype
             found += [SliceGradients(cut, communicator, *dtypes, device, config.offload, *forms) for cut in cuts]
-        return sorted(found, key=lambda gradients: -min(gradients.cut.places))  # the last gradient of each in backward
+        return sorted(found, key=lambda gradients: -min(gradients.cut.spans))  # the last gradient of each in backward
 
     def _add_buckets(self, slices: Iterable[int], groups: Sequence[dict[str, Any]]) -> None:
         most, room = max(self.config.reduce_numel, exchange.TOGETHER), 0
@@ -135,7 +135,7 @@ class PartitionedParameters:
             parts = []
             for number in run:
                 gradients = self.reducer.slices[number]
-                for span in gradients.cut.parts[gradients.communicator.rank]:
+                for span in gradients.cut.chunks[gradients.communicator.rank]:
                     parts.append(Part(span, number, self.known[span.index], config, gradients.param_form is not None))
             self.buckets.append(UpdateBucket(run, parts, groups, inner, config.kept_state))
 
@@ -228,7 +228,7 @@ class PartitionedParameters:
 
     def replicas_restorer(self) -> Callable[[], None]:
         """Return a function that writes the present values of the replicas back into the parameters."""
-        numbers = {number for g in self.reducer.slices if g.param_form is not None for number in g.cut.places}
+        numbers = {number for g in self.reducer.slices if g.param_form is not None for number in g.cut.spans}
         copies = {number: self.tensors[number].detach().clone() for number in numbers}
 
         @torch.no_grad()
@@ -304,7 +304,7 @@ class PartitionedParameters:
             gradients.use_up(self.reducer.present)
             cut, communicator = gradients.cut, gradients.communicator
             if (form := gradients.param_form) is not None:
-                nbytes = communicator.world_size * form.nbytes(cut.part_numel)
+                nbytes = communicator.world_size * form.nbytes(cut.chunk_numel)
                 pipeline.add(send_differences(self.tensors, mine, cut, communicator, form), nbytes)
             elif exact is not None and exact.takes(cut, communicator):
                 exact.add(cut, communicator, mine)
@@ -316,7 +316,7 @@ class PartitionedParameters:
     def _gather(self, gradients: SliceGradients, pipeline: Pipeline) -> None:
         cut, communicator = gradients.cut, gradients.communicator
         if communicator.world_size > 1:
-            nbytes = cut.numel * self.tensors[next(iter(cut.places))].element_size()
+            nbytes = cut.numel * self.tensors[next(iter(cut.spans))].element_size()
             pipeline.add(gather_parameters(self.tensors, cut, communicator), nbytes)
 
     def _trust_ratios(self, values: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:

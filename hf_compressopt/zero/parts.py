@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_compressopt.collectives.chunks import Topology
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.flat import Span
+from hf_compressopt.flat import Partition, Span, round_up, slices_of
 from hf_compressopt.kernels.memory import kept_per_device, reads_at_once
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.zero.config import ZeroConfig
@@ -38,40 +39,7 @@ _COMPARED = 1 << 15  # elements that are compared with their master copies at a 
 _COLUMNS = 4093  # a prime: values that change places, by rows or columns of a matrix, come into another sum
 
 
-# -- layout: interval arithmetic alone --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Slice:
-    """One message: for each rank a part of ``part_numel`` elements with padding, and the spans at offsets in it."""
-
-    part_numel: int
-    parts: tuple[tuple[Span, ...], ...]
-
-    @property
-    def numel(self) -> int:
-        return self.part_numel * len(self.parts)
-
-    @cached_property
-    def places(self) -> dict[int, list[tuple[int, Span]]]:
-        """The spans of each parameter that has elements here, with their places in the whole slice."""
-        return self.places_in(range(len(self.parts)))
-
-    def places_in(self, ranks: Sequence[int]) -> dict[int, list[tuple[int, Span]]]:
-        """Return the spans of each parameter in the parts of some ranks, with their places in these parts together."""
-        found: dict[int, list[tuple[int, Span]]] = {}
-        for turn, rank in enumerate(ranks):
-            for span in self.parts[rank]:
-                found.setdefault(span.index, []).append((turn * self.part_numel + span.offset, span))
-        return found
-
-    @cached_property
-    def gaps(self) -> list[tuple[int, int]]:
-        """The padding of the whole slice, as ranges [start, stop)."""
-        filled = sorted((begin, begin + span.numel) for rows in self.places.values() for begin, span in rows)
-        ends = [0, *(stop for _, stop in filled)]
-        begins = [*(start for start, _ in filled), self.numel]
-        return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+# -- layout ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -89,42 +57,15 @@ def slice_numel(bucket_numel: int, world_size: int, backend: str = "gloo") -> in
     """Return the length of the slices of a bucket, in elements: a multiple of ``ALIGN * world_size``."""
     shortest = SHORTEST_SLICE if backend == "gloo" else SHORTEST_SLICE_BESIDE_GLOO
     wanted = max(-(-bucket_numel // SLICES_PER_BUCKET), min(bucket_numel, shortest))
-    return _round_up(wanted, ALIGN * world_size)
+    return round_up(wanted, ALIGN * world_size)
 
 
 def partition(
-    numels: Sequence[tuple[int, int]], bucket_numel: int, world_size: int, backend: str = "gloo"
-) -> list[Slice]:
+    numels: Sequence[tuple[int, int]], bucket_numel: int, topology: Topology, backend: str = "gloo"
+) -> list[Partition]:
     """Cut parameters, (number, elements) in sending order, into slices."""
-    length, total = slice_numel(bucket_numel, world_size, backend), sum(_round_up(numel, ALIGN) for _, numel in numels)
-    sizes = [min(length, _round_up(total - low, ALIGN * world_size)) // world_size for low in range(0, total, length)]
-    spans: list[list[list[Span]]] = [[[] for _ in range(world_size)] for _ in sizes]
-    position = 0  # of the parameter
-    for param, numel in numels:
-        start = 0
-        while start < numel:
-            number, inside = divmod(position + start, length)
-            rank, offset = divmod(inside, sizes[number])
-            stop = min(numel, start + sizes[number] - offset)
-            spans[number][rank].append(Span(param, start, stop, offset))
-            start = stop
-        position += _round_up(numel, ALIGN)
-    return [Slice(size, tuple(map(tuple, parts))) for size, parts in zip(sizes, spans, strict=True)]
-
-
-def join(cuts: Sequence[Slice]) -> Slice:
-    """Return slices as one: each part is the ranks' parts of all of them, one after another."""
-    start = 0
-    parts: list[tuple[Span, ...]] = [()] * len(cuts[0].parts)
-    for cut in cuts:
-        for rank, spans in enumerate(cut.parts):
-            parts[rank] += tuple(replace(span, offset=span.offset + start) for span in spans)
-        start += cut.part_numel
-    return Slice(start, tuple(parts))
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    length = slice_numel(bucket_numel, topology.world_size, backend)
+    return slices_of(numels, length, ALIGN, topology.chunks)
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

@@ -40,18 +40,19 @@ from hf_compressopt.collectives.communicator import Communicator, digest_of
 from hf_compressopt.collectives.exchange import (
     Task,
     all_gather,
+    gather_messages,
     in_place_order,
-    in_rank_order,
+    own_message,
     reduce_scatter,
     scatter_sums,
     summed,
 )
 from hf_compressopt.collectives.feedback import MessageErrors
-from hf_compressopt.flat import FLOAT_BYTES, Span
-from hf_compressopt.kernels import Average, Combination, CompactErrors, IntegerFormat, Segment, sum_of_squares
+from hf_compressopt.flat import FLOAT_BYTES, Partition, Span
+from hf_compressopt.kernels import Combination, CompactErrors, IntegerFormat, Segment, sum_of_squares
 from hf_compressopt.kernels.memory import fetch_later, flat_view, in_float32, in_memory, is_direct, numbers_on
 from hf_compressopt.zero.config import ZeroConfig
-from hf_compressopt.zero.parts import Part, Slice, TrainedParameter, UpdateBucket, write_span
+from hf_compressopt.zero.parts import Part, TrainedParameter, UpdateBucket, write_span
 
 
 class LossScale:
@@ -83,7 +84,7 @@ class LossScale:
 class SliceGradients:
     """The gradients of one slice on their way to their owners."""
 
-    cut: Slice
+    cut: Partition
     communicator: Communicator
     sent_dtype: torch.dtype  # on the wire
     kept_dtype: torch.dtype  # of the average
@@ -92,7 +93,7 @@ class SliceGradients:
     grad_form: IntegerFormat | None  # of the messages of gradients; None is full precision
     param_form: IntegerFormat | None  # of the messages of parameters
     feedback: MessageErrors | None = None  # of this rank's messages of gradients, in the unit without a loss scale
-    average: Tensor | None = None  # [part_numel] this rank's part, summed over the passes; None before the first
+    average: Tensor | None = None  # [chunk_numel] this rank's part, summed over the passes; None before the first
     coming: Callable[[], Tensor] | None = None  # that of the last pass, on its way to host memory; see land()
     buffer: Tensor | None = None  # [cut.numel], to be sent
     filled: set[int] = field(default_factory=set)  # the parameters whose gradients are in it
@@ -105,9 +106,10 @@ class SliceGradients:
     def make_errors(self) -> None:
         """Take errors of 0, in the sizes of the topology of now."""
         nodes = self.communicator.topology.nodes  # as many as ranks, if the topology is flat
-        errors = CompactErrors.zeros(nodes * self.cut.part_numel, nodes, self.device)
-        rows = [(number, begin, span.numel) for number, spans in self.error_places.items() for begin, span in spans]
-        self.feedback = MessageErrors(errors, [(begin, begin + numel, number) for number, begin, numel in rows])
+        errors = CompactErrors.zeros(nodes * self.cut.chunk_numel, nodes, self.device)
+        spans = [span for spans in self.error_spans.values() for span in spans]
+        places = [(span.offset, span.offset + span.numel, span.index) for span in spans]
+        self.feedback = MessageErrors(errors, places)
 
     @property
     def errors(self) -> CompactErrors | None:
@@ -135,8 +137,8 @@ class SliceGradients:
     def put(self, number: int, grad: Tensor, scale: float | None) -> None:
         """Copy a parameter's flat gradient to its places in the buffer, or add it to an earlier portion."""
         buffer, add = self._room(), number in self.filled
-        for begin, span in self.cut.places[number]:
-            place, part = buffer[begin : begin + span.numel], grad[span.start : span.stop]
+        for span in self.cut.spans[number]:
+            place, part = buffer[span.offset : span.offset + span.numel], grad[span.start : span.stop]
             if add:
                 place.add_(part.to(place.dtype) if scale is None else part.to(place.dtype) * scale)
             elif scale is None:
@@ -152,9 +154,9 @@ class SliceGradients:
         buffer, self.buffer, self.sent = self._room(), None, True
         for start, stop in self.cut.gaps:
             buffer[start:stop] = 0
-        for number, rows in self.cut.places.items():
-            for begin, span in rows if number not in self.filled else ():
-                buffer[begin : begin + span.numel] = 0
+        for number, spans in self.cut.spans.items():
+            for span in spans if number not in self.filled else ():
+                buffer[span.offset : span.offset + span.numel] = 0
         return buffer
 
     def land(self) -> None:
@@ -167,21 +169,21 @@ class SliceGradients:
         """Return the average of a span, sharing memory; it begins as zeros if there is none."""
         self.land()
         if self.average is None:
-            self.average = torch.zeros(self.cut.part_numel, dtype=self.kept_dtype, device=self.device)
+            self.average = torch.zeros(self.cut.chunk_numel, dtype=self.kept_dtype, device=self.device)
         return self.average[span.offset : span.offset + span.numel]
 
     @property
-    def error_places(self) -> dict[int, list[tuple[int, Span]]]:
-        """The spans of each parameter that have errors on this rank, with their places in the errors."""
+    def error_spans(self) -> dict[int, list[Span]]:
+        """The spans of each parameter that have errors on this rank, at offsets in the errors."""
         place = self.communicator.topology
-        return self.cut.places_in(range(place.place, place.world_size, place.node_size))
+        return self.cut.spans_in(range(place.place, place.world_size, place.node_size))
 
     @property
     def nbytes(self) -> int:
         return self.cut.numel * self.sent_dtype.itemsize
 
 
-class Partition(Protocol):
+class KnownParameters(Protocol):
     """Which ranks have which parameters, and what they must have alike in a step."""
 
     model_parallel: Communicator | None  # the ranks that share one copy of the model
@@ -214,7 +216,7 @@ class GradientReducer:
     def add(self, params: Sequence[Tensor], slices: Sequence[SliceGradients]) -> None:
         """Take the gradients of parameters that have become known, in these slices."""
         self.present += [False] * len(params)
-        self.backward.add(params, [gradients.cut.places for gradients in slices])
+        self.backward.add(params, [gradients.cut.spans for gradients in slices])
         self.slices += slices
         self._checked = False
 
@@ -228,7 +230,7 @@ class GradientReducer:
             return
         self._communicator.require_equal_rows("their options of ZeRO", self._config.rows())
         # parameters of other ranks have names of their own, but take the same place in the order of messages
-        sizes = [f"a slice of {len(g.cut.parts)} parts of {g.cut.part_numel}" for g in self.slices]
+        sizes = [f"a slice of {len(g.cut.chunks)} parts of {g.cut.chunk_numel}" for g in self.slices]
         self._communicator.require_equal_rows(
             "their trainable parameters, or the sizes and dtypes of these",
             [*self._layout_of(self._communicator), *sizes],
@@ -259,8 +261,8 @@ class GradientReducer:
         for gradients in self.slices:
             if gradients.communicator is communicator:
                 dtypes = gradients.sent_dtype, gradients.kept_dtype, gradients.grad_form, gradients.param_form
-                parts = [[(names[s.index], s.start, s.stop, s.offset) for s in part] for part in gradients.cut.parts]
-                rows.append(f"a slice of {gradients.cut.part_numel} elements per rank, {dtypes}, {parts}")
+                parts = [[(names[s.index], s.start, s.stop, s.offset) for s in part] for part in gradients.cut.chunks]
+                rows.append(f"a slice of {gradients.cut.chunk_numel} elements per rank, {dtypes}, {parts}")
         return rows
 
     def holds_gradients(self) -> bool:
@@ -269,9 +271,10 @@ class GradientReducer:
     def follow(self) -> None:
         """Follow the parameters to the devices to which a model was moved after its optimizer was made."""
         for gradients in self.slices:
-            device = self.known[next(iter(gradients.cut.places))].tensor.device
+            device = self.known[next(iter(gradients.cut.spans))].tensor.device
             gradients.device = device
-            gradients.communicator.follow(device)
+            if gradients.communicator.device != device:
+                gradients.communicator.follow(device)
             if gradients.feedback is not None:
                 gradients.feedback.to(device)
         if self.known:
@@ -319,7 +322,7 @@ class GradientReducer:
     def send(self, index: int) -> None:
         gradients, tasks = self.slices[index], self.backward.tasks
         tasks.room_for(2 * gradients.nbytes)
-        for number in gradients.cut.places:
+        for number in gradients.cut.spans:
             if number not in gradients.filled:
                 self._fill(number)
         tasks.keep([gradients.buffer])
@@ -400,11 +403,11 @@ class GradientReducer:
     # -- the averages of a step, between backward and the update ------------------------------------------------------
 
     @torch.no_grad()
-    def finish(self, partition: Partition, groups: Sequence[dict[str, Any]]) -> float:
+    def finish(self, parameters: KnownParameters, groups: Sequence[dict[str, Any]]) -> float:
         """Send the rest, and agree on the squared norm of the average times ``factor``. All ranks call."""
         self.backward.flush()
         if self._square is None or not self._is_measured:
-            square = self._agree(partition, groups)
+            square = self._agree(parameters, groups)
             if self._square is None:
                 self.factor /= self._loss_scale.value
             self._square, self._is_measured = square, True
@@ -450,20 +453,20 @@ class GradientReducer:
                 wide = wide.mul_(self.factor)
             part.tensor.grad = wide.to(part.tensor)
 
-    def _agree(self, partition: Partition, groups: Sequence[dict[str, Any]]) -> float:
+    def _agree(self, parameters: KnownParameters, groups: Sequence[dict[str, Any]]) -> float:
         """Exchange norms, faults, missing gradients, gradients that were not sent, and parameters newly unfrozen."""
         while True:
-            left, unfrozen = self._leftovers(), self._unfrozen(partition, groups)
-            everyone, *others = partition.communicators()
+            left, unfrozen = self._leftovers(), self._unfrozen(parameters, groups)
+            everyone, *others = parameters.communicators()
             for communicator in others:
-                options = partition.options_of_step(communicator, groups, self._max_norm)
+                options = parameters.options_of_step(communicator, groups, self._max_norm)
                 sums = self._sum_flags(left, communicator, _squared(digest_of(options)))
                 try:
                     _require_alike(communicator, options, *sums)
                 except ValueError as error:  # the other ranks learn of it with everyone
                     self.fault = error
             own = [float(self.fault is not None), float(any(left)), float(bool(unfrozen))]
-            options = partition.options_of_step(everyone, groups, self._max_norm)
+            options = parameters.options_of_step(everyone, groups, self._max_norm)
             numbers = [*_squared(digest_of(options)), *own]
             digests, digest_squares, *sums = self._sum_flags(left, everyone, numbers, self._squares())
             _require_alike(everyone, options, digests, digest_squares)
@@ -474,18 +477,18 @@ class GradientReducer:
                     f"{int(faults)} other rank(s) had gradients or hyperparameters that cannot be used"
                 )
             if any_unfrozen > 0:
-                partition.add(groups, unfrozen)
+                parameters.add(groups, unfrozen)
                 self.check_layout()
             elif any_left > 0:
                 self.backward.send_chosen(left)
                 self._empty_slices()
             else:
                 break
-        return _sum_over_model(partition.model_parallel, *squares)
+        return _sum_over_model(parameters.model_parallel, *squares)
 
-    def _unfrozen(self, partition: Partition, groups: Sequence[dict[str, Any]]) -> list[int]:
+    def _unfrozen(self, parameters: KnownParameters, groups: Sequence[dict[str, Any]]) -> list[int]:
         try:
-            return partition.unfrozen(groups)
+            return parameters.unfrozen(groups)
         except (TypeError, ValueError) as error:
             self.fault = error
             return []
@@ -516,7 +519,7 @@ class GradientReducer:
         found: dict[tuple[int, torch.device], list[Tensor]] = {}
         for gradients in self.slices:
             gradients.land()
-            for span in gradients.cut.parts[gradients.communicator.rank] if gradients.average is not None else ():
+            for span in gradients.cut.chunks[gradients.communicator.rank] if gradients.average is not None else ():
                 average, kind = gradients.average_of(span), int(self.known[span.index].model_parallel)
                 found.setdefault((kind, average.device), []).append(average)
         for (kind, device), tensors in found.items():
@@ -558,7 +561,7 @@ def _sum_over_model(model: Communicator | None, replicated: float, split: float)
 
 
 def send_gradients(buffer: Tensor, gradients: SliceGradients, form: IntegerFormat, loss_scale: float) -> Task[Tensor]:
-    """Average every rank's part of a slice, [part_numel] float32, as (1) says; the new errors are pending."""
+    """Average every rank's part of a slice, [chunk_numel] float32, as (1) says; the new errors are pending."""
     peers = gradients.communicator
     if (levels := peers.levels) is not None:
         buffer, node, peers = in_place_order(buffer, peers), levels.node, levels.peers
@@ -574,27 +577,24 @@ def send_gradients(buffer: Tensor, gradients: SliceGradients, form: IntegerForma
 
 
 def send_differences(
-    params: Sequence[Tensor], parts: Sequence[Part], cut: Slice, communicator: Communicator, form: IntegerFormat
+    params: Sequence[Tensor], parts: Sequence[Part], cut: Partition, communicator: Communicator, form: IntegerFormat
 ) -> Task[None]:
     """Bring all replicas nearer to the masters, as (2) says."""
-    nbytes, count = form.nbytes(cut.part_numel), communicator.world_size
-    device = params[next(iter(cut.places))].device
-    ahead = torch.zeros(cut.part_numel, dtype=torch.float32, device=device)
+    device = params[next(iter(cut.spans))].device
+    ahead = torch.zeros(cut.chunk_numel, dtype=torch.float32, device=device)
     for part in parts:
         place = ahead[part.span.offset : part.span.offset + part.span.numel]
         torch.sub(part.tensor.to(device, non_blocking=True), part.replica, out=place)
-    gathered = torch.empty(count * nbytes, dtype=torch.uint8, device=device)
-    message = gathered[communicator.topology.own_chunk * nbytes :][:nbytes]
-    kernels.on(message).compress_(form, Combination(cut.part_numel, device), ahead, message, 1)
+    together, message = own_message(cut.numel, form, communicator, device)
+    kernels.on(message).compress_(form, Combination(cut.chunk_numel, device), ahead, message, 1)
     del ahead
-    yield from all_gather(gathered, communicator)
-    messages = in_rank_order(gathered, communicator)
-    flats = {number: flat_view(in_memory("a parameter", params[number])) for number in cut.places}
-    rows = [(start, Segment(None, 0, stop - start, 0)) for start, stop in cut.gaps]
-    for number, spans in cut.places.items():
-        rows += [(begin, Segment(flats[number], span.start, span.numel, number)) for begin, span in spans]
-    replicas = [segment for _, segment in sorted(rows, key=lambda row: row[0])]
-    kernels.on(messages).add_(Average(cut.numel, form, messages, count, nbytes), replicas, decay=1.0)
+    differences = yield from gather_messages(cut.numel, together, form, communicator, last=True)
+    flats = {number: flat_view(in_memory("a parameter", params[number])) for number in cut.spans}
+    replicas = [
+        Segment(None, 0, numel, 0) if span is None else Segment(flats[span.index], span.start, numel, span.index)
+        for numel, span in cut.gathered
+    ]
+    kernels.on(together).add_(differences, replicas, decay=1.0)
     for number, flat in flats.items():
         if not is_direct(params[number]):  # flat is a copy
             params[number].detach().copy_(flat.view(params[number].shape))
@@ -602,16 +602,16 @@ def send_differences(
         part.expect(part.replica)
 
 
-def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Communicator) -> Task[None]:
+def gather_parameters(params: Sequence[Tensor], cut: Partition, communicator: Communicator) -> Task[None]:
     """Give all ranks the elements that this rank has updated, at full precision."""
-    rank, place_of = communicator.rank, communicator.topology.chunk_of
-    example = params[next(iter(cut.places))]
+    rank = communicator.rank
+    example = params[next(iter(cut.spans))]
     gathered = torch.empty(cut.numel, dtype=example.dtype, device=example.device)  # padding is sent as it is
-    part = gathered[place_of(rank) * cut.part_numel :][: cut.part_numel]
-    for span in cut.parts[rank]:
+    part = gathered[cut.starts[rank] :][: cut.chunk_numel]
+    for span in cut.chunks[rank]:
         part[span.offset : span.offset + span.numel] = params[span.index].detach().reshape(-1)[span.start : span.stop]
     yield from all_gather(gathered, communicator)
-    for owner, spans in enumerate(cut.parts):
+    for owner, spans in enumerate(cut.chunks):
         for span in spans if owner != rank else ():
-            begin = place_of(owner) * cut.part_numel + span.offset
+            begin = cut.starts[owner] + span.offset
             write_span(params[span.index], span.start, span.stop, gathered[begin : begin + span.numel])

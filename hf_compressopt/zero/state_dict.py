@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator, Traffic
+from hf_compressopt.flat import PIECES
 from hf_compressopt.format.plan import MASTER, REPLICA
 from hf_compressopt.optim.options import check_count
 from hf_compressopt.optim.state import STATE_KEY, HasGroups, load_groups, make_stub, matching_groups
@@ -125,8 +126,8 @@ def pack(optimizer: Partitioned, packed: dict[str, Any], *, in_shards: bool) -> 
     numbers = {id(tensor): number for number, tensor in enumerate(dict.fromkeys(_all_parameters(optimizer)))}
     for part, row in rows_of(optimizer):
         row |= {REPLICA: row[REPLICA].clone()} if part.is_ahead else {}
-        entry = packed["state"].setdefault(numbers[id(part.real)], {"pieces": []})
-        entry["pieces"].append({"start": part.span.start, "stop": part.span.stop, **row})
+        entry = packed["state"].setdefault(numbers[id(part.real)], {PIECES: []})
+        entry[PIECES].append(part.span.piece(row))
     packed[STATE_KEY] = {**header_of(optimizer), "rank": optimizer.communicator.rank}
     if errors := _errors(optimizer):
         packed[STATE_KEY]["worker_errors"] = errors
@@ -196,7 +197,7 @@ def _check_own(optimizer: Partitioned, own: dict[str, Any]) -> None:
 
 
 def _own_state(row: dict[str, Any], part: Part) -> dict[str, Any]:
-    saved: list[dict[str, Any]] = row.get("pieces", [])
+    saved: list[dict[str, Any]] = row.get(PIECES, [])
     if any("replica" in entry for entry in saved) and not part.is_ahead:
         raise ValueError(
             "the state dict is of param_compression, with masters that are ahead of the parameters: make the optimizer "

@@ -2,10 +2,13 @@
 
 import random
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 
+from hf_compressopt.collectives.chunks import Topology
+from hf_compressopt.flat import FlatLayout, Partition, joined
 from hf_compressopt.zero.parts import ALIGN, partition, slice_numel
 from tests.support.harness import run_ranks
 from tests.support.spreading import Share, spread
@@ -74,29 +77,55 @@ def test_nodes_sum_inside_first_in_any_form(nodes: int, size: int) -> None:
 def test_a_bucket_is_one_message_unless_gloo_sends_it() -> None:
     bucket = 25 * 2**18  # 25 MiB of float32
     sizes = [(0, 3 * bucket), (1, 2 * bucket)]
-    assert [len(partition(sizes, bucket, 8, backend)) for backend in ("gloo", "nccl", "mpi")] == [40, 5, 5]
-    large = partition(sizes, 5 * bucket, 8, "nccl")  # other buckets of a pass are under way meanwhile
+    ranks = Topology(8, 0)
+    assert [len(partition(sizes, bucket, ranks, backend)) for backend in ("gloo", "nccl", "mpi")] == [40, 5, 5]
+    large = partition(sizes, 5 * bucket, ranks, "nccl")  # other buckets of a pass are under way meanwhile
     assert max(cut.numel for cut in large) <= 2**23
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_every_element_has_one_owner_and_every_cut_is_aligned(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "node_size"), [(1, 1), (2, 1), (3, 1), (8, 1), (4, 2), (6, 2), (6, 3)])
+def test_every_element_has_one_owner_in_slices_and_in_buckets(world_size: int, node_size: int) -> None:
     rng = random.Random(world_size)
-    for _ in range(40):
-        sizes = [(number, rng.choice([0, 1, 63, 64, 65, 700, 5000])) for number in range(rng.randint(0, 12))]
+    places = [Topology(world_size, rank, node_size) for rank in range(world_size)]
+    for _ in range(10):
+        numels = [rng.choice([0, 1, 63, 64, 65, 700, 5000]) for _ in range(rng.randint(1, 12))]
         bucket = rng.choice([1, 100, 3000, 10**6])
         length = slice_numel(bucket, world_size)
         assert length % (ALIGN * world_size) == 0
-        seen = {number: [] for number, _ in sizes}
-        for cut in partition(sizes, bucket, world_size):
-            assert cut.numel <= length and cut.part_numel % ALIGN == 0 and len(cut.parts) == world_size
-            used = []
-            for owner, spans in enumerate(cut.parts):
-                for span in spans:
-                    assert span.start % ALIGN == span.offset % ALIGN == 0 and span.offset + span.numel <= cut.part_numel
-                    seen[span.index] += range(span.start, span.stop)
-                    used.append((owner * cut.part_numel + span.offset, span))
-            assert sorted(map(str, used)) == sorted(str(row) for rows in cut.places.values() for row in rows)
-            assert sum(span.numel for _, span in used) + sum(b - a for a, b in cut.gaps) == cut.numel
-        for number, numel in sizes:
-            assert sorted(seen[number]) == [*range(numel)]
+        slices = partition(list(enumerate(numels)), bucket, places[0])
+        for cut in slices:
+            assert cut.numel <= length and cut.chunk_numel % ALIGN == 0
+            assert all(span.start % ALIGN == span.offset % ALIGN == 0 for chunk in cut.chunks for span in chunk)
+        buckets = FlatLayout.build(numels, max(bucket, 100)).buckets
+        chunks = [each.partition(places[0].chunks) for each in buckets]
+        for each, cut in zip(buckets, chunks, strict=True):
+            for place, owned in zip(places, cut.owned_numels, strict=True):
+                start, stop = place.own_range(each.numel)  # as messages have it
+                assert (owned, cut.order[place.rank]) == (stop - start, place.own_chunk)
+                assert sum(span.numel for span in cut.chunks[place.rank]) == owned  # without padding before its end
+        for cuts in (slices, [joined(slices)] if slices else [], chunks):
+            check_owners(cuts, numels, world_size)
+
+
+def check_owners(cuts: list[Partition], numels: list[int], world_size: int) -> None:
+    seen: dict[int, list[int]] = {number: [] for number in range(len(numels))}
+    stretches = [range(start, stop) for cut in cuts for _, start, stop in cut.stretches]
+    assert sum(map(len, stretches)) == sum(numels)
+    for cut in cuts:
+        assert len(cut.chunks) == world_size and cut.numel == world_size * cut.chunk_numel
+        used = []
+        for owner, spans in enumerate(cut.chunks):
+            for span in spans:
+                assert span.offset + span.numel <= cut.owned_numels[owner] <= cut.chunk_numel
+                seen[span.index] += range(span.start, span.stop)
+                used += [
+                    (owner * cut.chunk_numel + span.offset + i, span.index, span.start + i) for i in range(span.numel)
+                ]
+        spans = [span for spans in cut.spans.values() for span in spans]
+        assert sorted(used) == sorted((s.offset + i, s.index, s.start + i) for s in spans for i in range(s.numel))
+        assert len(used) + sum(b - a for a, b in cut.gaps) == cut.numel
+        begins = accumulate((numel for numel, _ in cut.gathered), initial=0)
+        found = {begin: span for begin, (_, span) in zip(begins, cut.gathered, strict=False) if span is not None}
+        assert found == {cut.starts[owner] + s.offset: s for owner, spans in enumerate(cut.chunks) for s in spans}
+    for number, numel in enumerate(numels):
+        assert sorted(seen[number]) == [*range(numel)]

@@ -269,10 +269,10 @@ def errors_and_moments(optimizer: ZeroOptimizer) -> tuple[dict[int, np.ndarray],
     for own in optimizer.partition.reducer.slices:
         if own.errors is not None:
             values = values_of_errors(own.errors)
-            for number in own.cut.places:
+            for number in own.cut.spans:
                 error = found.setdefault(number, np.full(optimizer.partition.tensors[number].numel(), np.nan, "f4"))
-                for begin, span in own.error_places.get(number, ()):
-                    error[span.start : span.stop] = values[begin : begin + span.numel]
+                for span in own.error_spans.get(number, ()):
+                    error[span.start : span.stop] = values[span.offset : span.offset + span.numel]
     return found, [optimizer.get_full_state(optimizer.partition.tensors[number], "exp_avg_sq") for number in found]
 
 
