@@ -17,6 +17,7 @@ parameters that an optimizer has beside those that are answered for.
 
 from __future__ import annotations
 
+import gc
 import math
 from abc import ABC, abstractmethod
 from array import array
@@ -47,8 +48,9 @@ _ROUNDING = 1e-4  # relative difference of the sizes of gradients that counts as
 _WHY = (
     "every rank would train on its own. Call the model that prepare(), or DistributedDataParallel, has returned, and "
     "not the one inside it (.module, unwrap_model, Trainer's self.model); wrap every module that trains, after its "
-    "parameters were made trainable; have the last backward of a step outside no_sync; or average such gradients after "
-    "backward by hf_compressopt.average_gradients(parameters)"
+    "parameters were made trainable; wrap the model anew for another optimizer than attach_ddp knows; have the last "
+    "backward of a step outside no_sync; or average such gradients after backward by "
+    "hf_compressopt.average_gradients(parameters)"
 )
 
 
@@ -540,6 +542,9 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         note_sent(params)
         _end_step(records, params)
         return
+    if any(record.unsent(params) for record in records):
+        records.clear()
+        records += _records_without_garbage()
     for record in records:
         record.examine(optimizer, params)
         if names := record.unsent(params):
@@ -558,7 +563,9 @@ def _check_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
     if closure is None or hasattr(optimizer, "sends_gradients"):  # which may say something else of the next step
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for record in _records_in_use():
+    if not any(record.unsent(params) for record in _records_in_use()):
+        return
+    for record in _records_without_garbage():
         if names := record.unsent(params):
             raise RuntimeError(
                 f"{record.name} has not sent the gradients of {listed(names)}, which the closure of "
@@ -568,6 +575,12 @@ def _check_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 def _records_in_use() -> list[SendRecord]:
     return sorted((record for record in _RECORDS if record.is_in_use), key=lambda record: record.number)
+
+
+def _records_without_garbage() -> list[SendRecord]:
+    """Return the records in use without those of a DistributedDataParallel that was given up, and wrapped anew."""
+    gc.collect()
+    return _records_in_use()
 
 
 def _end_step(records: Iterable[SendRecord], params: Sequence[Tensor]) -> None:

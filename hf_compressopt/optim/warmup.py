@@ -116,7 +116,8 @@ class WarmupGradients:
             if state.own_rank is not None:
                 continue
             whole = here is None or here.issuperset(state.params)
-            if self.bits in INTEGER_BITS and state.compressed and not whole:
+            in_part = here is not None and not whole and not here.isdisjoint(state.params)
+            if self.bits in INTEGER_BITS and state.compressed and in_part:
                 self._tell_of_parts(state)
             dtype = torch.bfloat16 if self.bits == 16 and state.compressed else None
             if state.communicator.name == "mpi":  # it sums no 16-bit numbers

@@ -201,6 +201,15 @@ def ddp_one_group_of_two(method: Method) -> Trained:
     return params, stepping(method, optimizer, lambda n: first(batch(n), second), lambda n: first(batch(n), second))
 
 
+def ddp_a_group_for_each() -> Trained:
+    model, adapter = Net(), adapter_of()
+    method = METHODS["onebit_adam"]
+    optimizer = optimizer_of(method, [{"params": model.parameters()}, {"params": adapter.parameters()}])
+    first, second = wrapped(method, model, optimizer), wrapped(method, adapter, optimizer)
+    params = [*model.parameters(), *adapter.parameters()]
+    return params, stepping(method, optimizer, lambda n: first(batch(n), second), lambda n: first(batch(n), second))
+
+
 def ddp_no_sync(method: Method) -> Trained:
     """A step all of whose backward passes were under no_sync."""
     model = Net()
@@ -246,6 +255,24 @@ def ddp_closure_around(method: Method) -> Trained:
 
         optimizer.step(closure)
         optimizer.zero_grad()
+
+    return list(model.parameters()), step
+
+
+def ddp_another_optimizer(method: Method, *, anew: bool) -> Trained:
+    """AdamW trains the model from the third step on; ``anew``: in a DistributedDataParallel without a hook."""
+    model = Net()
+    made: dict[str, Any] = {"optimizer": optimizer_of(method, model.named_parameters())}
+    made["ddp"] = wrapped(method, model, made["optimizer"])
+
+    def step(number: int) -> None:
+        if number == 2:
+            made["optimizer"] = torch.optim.AdamW(model.parameters(), **ADAM)
+        if number == 2 and anew:
+            made["ddp"] = DistributedDataParallel(model)
+        made["ddp"](batch(number)).backward()
+        made["optimizer"].step()
+        made["optimizer"].zero_grad()
 
     return list(model.parameters()), step
 
@@ -449,6 +476,15 @@ SITUATIONS = {
     "DDP: a step under no_sync": Situation(ddp_no_sync, HOOKED, "body.weight", STEP_SENDS),
     "DDP: half of the model in AdamW": Situation(ddp_half_in_adamw, HOOKED, "", HOOKED),
     "DDP: a closure goes around": Situation(ddp_closure_around, HOOKED, "body.weight", STEP_SENDS),
+    "DDP: another optimizer follows": Situation(
+        partial(ddp_another_optimizer, anew=False),
+        [*HOOKED, "zero_stage=1"],
+        "body.weight",
+        [name for name in HOOKED if "frozen" not in name and "late" not in name],
+    ),
+    "DDP: another optimizer follows, DDP made anew": Situation(
+        partial(ddp_another_optimizer, anew=True), [*HOOKED, "zero_stage=1"], "", [*HOOKED, "zero_stage=1"]
+    ),
     "plain: nobody averages": Situation(plain_not_averaged, ALL, "body.weight", STEP_SENDS),
     "Accelerate: forward goes around": Situation(accelerate_forward_around, ALL, "body.weight", STEP_SENDS),
     "Accelerate: a module outside": Situation(
@@ -509,12 +545,14 @@ def test_a_gradient_is_averaged_or_every_rank_raises_with_its_name(situation: st
 
 @on_ranks(2)
 def test_a_group_over_two_models_says_that_it_travels_in_full(rank: int, world_size: int) -> None:
-    with log_lines() as lines:
-        _, step = ddp_one_group_of_two(METHODS["onebit_adam"])
-        step(0)
-        step(1)
-    told = [line for line in lines if "has parameters of several DistributedDataParallel models" in line]
-    assert len(told) == (rank == 0)
+    for of_two in (True, False):
+        with log_lines() as lines:
+            params, step = ddp_one_group_of_two(METHODS["onebit_adam"]) if of_two else ddp_a_group_for_each()
+            step(0)
+            step(1)
+        told = [line for line in lines if "has parameters of several DistributedDataParallel models" in line]
+        assert len(told) == (of_two and rank == 0)
+        assert same_on_all_ranks(params)
 
 
 @on_ranks(2, timeout=30)
