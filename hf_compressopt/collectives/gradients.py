@@ -264,9 +264,12 @@ class GradientRounds(Sender):
         self.begin_pass(buckets[0].communicator.device if buckets else None)
 
     def add(self, param: Tensor, grad: Tensor | None) -> bool:
-        """Hand over the gradient of a parameter; the round overwrites it. False if it is in no bucket of the round."""
+        """Hand over the gradient of a parameter; the round overwrites it.
+
+        Returns False if it is in no bucket of the round, and has elements that nobody sends.
+        """
         if param not in self.buckets_of:
-            return False
+            return param.numel() == 0
         if grad is not None and not (is_direct(grad) and address_of(grad)):
             original, grad = grad, in_memory("the gradient", grad)
             self._copies.append((original, grad))

@@ -625,6 +625,24 @@ def test_a_gradient_that_nobody_has_stays_none(rank: int, world_size: int) -> No
     assert [p.grad is None for p in params] == [False, False, True]
 
 
+class WithoutElements(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.empty = nn.Parameter(torch.ones(40, 40)), nn.Parameter(torch.zeros(3, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).square().mean() + self.empty.sum()
+
+
+@on_ranks(2)
+def test_of_a_parameter_without_elements_nothing_is_sent(rank: int, world_size: int) -> None:
+    model = WithoutElements()
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(GradientCompression(model.named_parameters()), compress_hook)
+    ddp(torch.full((4, 40), 1.0 + rank)).backward()
+    assert same_on_all_ranks([model.weight.grad])
+
+
 # -- a state that is older than the process group, as in a strategy of Lightning -------------------------------------
 
 
