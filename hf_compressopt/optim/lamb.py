@@ -108,7 +108,8 @@ class Lamb(torch.optim.Optimizer):
         check_last_group(self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        """Return everything but the step of this optimizer itself, which a scheduler has put here."""
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

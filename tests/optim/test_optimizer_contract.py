@@ -186,6 +186,7 @@ def changed(state):
 def test_copies_are_independent_and_go_on_alike(at, kind):
     """Deep copies, and optimizers that have loaded the state dict, which stays as it was."""
     params, optimizer = make_one(kind=kind)
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)  # which gives the optimizer a step of its own
     train(params, optimizer, 1, at)
     copied_params, copied = copy.deepcopy((params, optimizer))
     loaded_params = copy.deepcopy(params)
