@@ -233,6 +233,7 @@ class OverlapSender:
         self._await()
         self._follow()
         self.agreed = False
+        self._noted = None  # of gradients that were clipped, and that no step has taken
         self._assumed_scale = self._loss_scale if loss_scale is None else loss_scale
         self._plan = plan
         self.backward = Backward(self._last_norm(), self._assumed_scale, self._communicator.world_size)

@@ -213,6 +213,25 @@ def test_messages_whose_step_does_not_follow_are_dropped(rank: int, world_size: 
     assert same(*results)
 
 
+@pytest.mark.parametrize("zero_stage", [0, 2])
+@on_ranks(2)
+def test_the_norm_of_a_batch_that_is_skipped_after_clipping_clips_no_other(
+    rank: int, world_size: int, zero_stage: int
+) -> None:
+    net, optimizer = make("late", zero_stage=zero_stage)
+    model = net if zero_stage else DistributedDataParallel(net)
+    if not zero_stage:
+        attach_ddp(model, optimizer)
+    for step in range(STEPS):
+        factor = 1e4 if step == STEPS - 2 else 1.0
+        (factor * loss_of(model, rank, step)).backward()
+        norm = float(optimizer.clip_grad_norm_(1.0))
+        if factor == 1:
+            optimizer.step()
+            assert float(optimizer._tensors[LATE_CLIP][0]) == pytest.approx(norm)
+        optimizer.zero_grad()
+
+
 def in_place(change: Callable[[torch.Tensor], object]) -> Callable[[list[nn.Parameter], int], object]:
     return lambda params, rank: [change(p.grad) for p in params if p.grad is not None]
 
