@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from hf_compressopt.kernels import library, reference, selfcheck
 from hf_compressopt.kernels.memory import address_of, holds_values, in_memory, with_memory
-from hf_compressopt.kernels.native import DTYPES
+from hf_compressopt.kernels.native import DTYPES, call
 
 _PLAIN = {Tensor, torch.nn.Parameter}  # torch updates other types, such as DTensor
 _TORCH_FUSED_DEVICES = ("cpu", "cuda")
@@ -368,7 +368,7 @@ class AdamTable:
         places = map(_pointer, (lr_at, step.grad_scale, step.found_inf, step.clip_factor))
         flags = step.adam_w_mode, step.bias_correction, step.maximize, step.write_grads
         options = _Options(*numbers, *places, *flags)
-        library.call("co_adam", device, self._rows, len(self._rows), ctypes.byref(options))
+        call("co_adam", device, self._rows, len(self._rows), ctypes.byref(options))
 
 
 def _addresses(tensors: list[Tensor]) -> list[int]:

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_compressopt.kernels import library, reference, selfcheck
+from hf_compressopt.kernels import reference, selfcheck
 from hf_compressopt.kernels.messages import MESSAGE_ALIGNMENT
-from hf_compressopt.kernels.native import address, mark_written
+from hf_compressopt.kernels.native import address, call, mark_written
 
 BLOCK = 256
 _PLAIN = 2 * BLOCK  # bytes
@@ -242,7 +242,7 @@ class Native:
     def change_sizes_(old: Tensor, new: Tensor, sizes: Tensor) -> None:
         device, numel = old.device, old.numel()
         read = [address(*named, device, torch.int16, numel) for named in (("old", old), ("new", new))]
-        library.call("co_change_sizes", device, *read, numel, _sizes_at(sizes, numel, device))
+        call("co_change_sizes", device, *read, numel, _sizes_at(sizes, numel, device))
         mark_written([sizes])
 
     @staticmethod
@@ -251,7 +251,7 @@ class Native:
         read = [address(*named, device, torch.int16, numel) for named in (("old", old), ("new", new))]
         rows = _sizes_at(sizes, numel, device), _offsets_at(offsets, numel, device)
         written = address("payload", payload, device, torch.uint8)
-        library.call("co_write_changes", device, *read, numel, *rows, written)
+        call("co_write_changes", device, *read, numel, *rows, written)
         mark_written([payload])
 
     @staticmethod
@@ -259,7 +259,7 @@ class Native:
         device, numel = values.device, values.numel()
         rows = _sizes_at(sizes, numel, device), _offsets_at(offsets, numel, device)
         read = address("payload", payload, device, torch.uint8)
-        library.call("co_apply_changes", device, read, *rows, address("values", values, device, torch.int16), numel)
+        call("co_apply_changes", device, read, *rows, address("values", values, device, torch.int16), numel)
         mark_written([values])
 
 

@@ -5,8 +5,12 @@ The functions are those of :mod:`hf_compressopt.kernels.reference`, whose contra
 
 from __future__ import annotations
 
+import ctypes
+import os
+import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import addressof, byref, c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from itertools import chain
@@ -17,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hf_compressopt.kernels.compact import ERROR_FORMAT, Errors, Variance, like_errors
-from hf_compressopt.kernels.library import call, record
+from hf_compressopt.kernels.library import index_of, loaded, record
 from hf_compressopt.kernels.memory import address_of, dense_values, in_memory, is_direct
 from hf_compressopt.kernels.messages import IntegerFormat, MessageFormat, SignFormat
 from hf_compressopt.kernels.reference import (
@@ -39,6 +43,7 @@ _SIZES = (4, 2, 2)
 _STILL = 1
 
 
+_Exec = record("co_exec", (c_int32, "threads device"), (c_void_p, "stream allocate"))
 ErrorsRecord = record("co_errors", (c_void_p, "values messages"))
 VarianceRecord = record("co_variance", (c_void_p, "values codes tops"))
 CombinationRecord = record(
@@ -226,6 +231,108 @@ def mark_written(flats: Iterable[Tensor], segments: Sequence[Segment] = ()) -> N
     """Tell autograd that native code has written to tensors."""
     tensors = [*flats, *(segment.tensor for segment in segments if segment.tensor is not None)]
     increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+# -- calls ------------------------------------------------------------------------------------------------------------
+
+
+def call(function: str, device: torch.device, *arguments: Any) -> None:
+    """Call a function of the C interface with torch's threads or the current stream; a RuntimeError if it fails."""
+    kind = device.type
+    library = loaded(kind)
+    if kind == "cpu":
+        threads = 1 if _one_thread else torch.get_num_threads()
+        where = _exec(threads, 0, _host_threads() if threads > 1 else None)
+    else:
+        index = index_of(device)
+        if index != torch.cuda.current_device():  # torch makes it current, and leaves no context on the other one
+            with torch.cuda.device(index):
+                return call(function, device, *arguments)
+        where = _exec(1, index, torch.cuda.current_stream(device).cuda_stream)
+    failed = getattr(library, function)(*arguments, where)
+    if _scratch.tensors:
+        _scratch.tensors.clear()  # whoever gets the memory next uses it after these kernels, on the same stream
+    if _scratch.error is not None:
+        error, _scratch.error = _scratch.error, None
+        raise error
+    if failed:
+        raise RuntimeError(library.co_last_error().decode())
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Let kernels on the CPU use the caller's thread alone, and leave open which threads later ones use."""
+    global _one_thread
+    _one_thread += 1
+    try:
+        yield
+    finally:
+        _one_thread -= 1
+
+
+_one_thread = 0
+
+
+@lru_cache
+def _exec(threads: int, device: int, where: int | None) -> Any:
+    return ctypes.byref(_Exec(threads, device, where, ctypes.cast(_allocate, c_void_p)))
+
+
+class _Scratch(threading.local):
+    """The memory that a call of this thread was given, and what went wrong with it."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.error: Exception | None = None
+
+
+_scratch = _Scratch()
+
+
+def _give_scratch(device: int, nbytes: int) -> int | None:
+    """Give a kernel memory of torch's allocator, on the current stream, until its call returns."""
+    try:
+        tensor = _new_scratch(device, nbytes)
+    except Exception as error:  # out of memory; nothing may be raised through C
+        _scratch.error = error
+        return None
+    _scratch.tensors.append(tensor)
+    return tensor.data_ptr()
+
+
+_allocate = ctypes.CFUNCTYPE(c_void_p, c_int32, c_int64)(_give_scratch)
+
+
+def _new_scratch(device: int, nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+
+
+@lru_cache
+def _host_threads() -> int | None:
+    """Return the address of GOMP_parallel of torch's OpenMP runtime, or None if its threads do not run.
+
+    They spin after each operator, and would compete with a second pool. A child of fork() has none, and the runtime
+    would wait for them forever. The number of threads of the process, at the first kernel on several, shows it.
+    """
+    if _forked or "OpenMP" not in torch.__config__.parallel_info():
+        return None
+    try:
+        if len(os.listdir("/proc/self/task")) < torch.get_num_threads():
+            return None
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+    _host_threads.cache_clear()
+
+
+_forked = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 # -- the kernels -------------------------------------------------------------------------------------------------------

@@ -268,7 +268,7 @@ def _first_use(device: torch.device) -> frozenset[str]:
     key, passed = _key(device), _cache()
     if key in passed:
         return frozenset()
-    with library.on_one_thread():
+    with native.on_one_thread():
         found = {family: words for family in FAMILIES if (words := _first_difference(family, device))}
     if not found:
         _remember(passed, key)

@@ -68,10 +68,10 @@ def installed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emul
     emulator = Emulator(directory)
     monkeypatch.setattr(library, "_DIRECTORY", directory)
     monkeypatch.setattr(cases.Pair, "place", staticmethod(emulator.place))
-    monkeypatch.setattr(library, "_new_scratch", emulator.scratch)
-    library._library.cache_clear()
+    monkeypatch.setattr(native, "_new_scratch", emulator.scratch)
+    library.loaded.cache_clear()
     yield emulator
-    library._library.cache_clear()
+    library.loaded.cache_clear()
     emulator.release()
 
 
@@ -102,11 +102,11 @@ def test_wrong_arguments_are_refused_in_words() -> None:
     values, messages = torch.zeros(16), torch.zeros(32, dtype=torch.uint8)
     error = ctypes.byref(ErrorsRecord(values.data_ptr(), None))
     with pytest.raises(RuntimeError, match="scale_block is no multiple of 8"):
-        library.call("co_compress", CPU, None, error, messages.data_ptr(), 16, 12, 1)
+        native.call("co_compress", CPU, None, error, messages.data_ptr(), 16, 12, 1)
     with pytest.raises(RuntimeError, match="z is null"):
-        library.call("co_compress", CPU, None, error, messages.data_ptr(), 16, 8, 1)
+        native.call("co_compress", CPU, None, error, messages.data_ptr(), 16, 8, 1)
     with pytest.raises(RuntimeError, match="not aligned to 16 bytes"):
-        library.call("co_compress", CPU, None, error, messages.data_ptr() + 4, 16, 8, 1)
+        native.call("co_compress", CPU, None, error, messages.data_ptr() + 4, 16, 8, 1)
     segments = [Segment(values, 0, 16, 0), Segment(values, 0, 16, 0)]
     two = torch.zeros(32)
     with pytest.raises(RuntimeError, match="the same index"):
@@ -118,7 +118,7 @@ def test_wrong_arguments_are_refused_in_words() -> None:
 
 def status(emulator: Emulator) -> str:
     """What the library says of the device that is asked for."""
-    native_library = library._library("cpu")
+    native_library = library.loaded("cpu")
     return native_library.co_last_error().decode() if native_library.co_check_device(emulator.get("device")) else ""
 
 
@@ -276,13 +276,13 @@ def test_scratch_is_the_callers_and_there_may_be_none(emulator: Emulator, monkey
         raise torch.OutOfMemoryError(f"no {nbytes} bytes on {device}")
 
     asked: list[int] = []
-    monkeypatch.setattr(library, "_new_scratch", lambda device, n: asked.append(n) or emulator.scratch(device, n))
+    monkeypatch.setattr(native, "_new_scratch", lambda device, n: asked.append(n) or emulator.scratch(device, n))
     cases.check_square_sums(CPU, [5, 5000])
     assert len(asked) == 1
-    monkeypatch.setattr(library, "_new_scratch", refuse)
+    monkeypatch.setattr(native, "_new_scratch", refuse)
     with pytest.raises(torch.OutOfMemoryError, match="no [0-9]+ bytes on 0"):
         cases.check_square_sums(CPU, [5, 5000])
-    monkeypatch.setattr(library, "_new_scratch", emulator.scratch)
+    monkeypatch.setattr(native, "_new_scratch", emulator.scratch)
     cases.check_square_sums(CPU, [5, 5000])
     assert emulator.calls("cudaMalloc") == 0
 
@@ -337,10 +337,11 @@ def test_a_kernel_of_a_bucket_is_one_launch(
 ) -> None:
     """So a bucket takes 3 for signs (compress, average, apply), and 4 for integers (and a look for NaN)."""
     calls: list[str] = []
+    original = native.call
 
     def counted(function: str, *arguments: object) -> None:
         calls.append(function)
-        library.call(function, *arguments)  # type: ignore[arg-type]
+        original(function, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(native, "call", counted)
     before = emulator.calls("cudaLaunchKernelEx")

@@ -60,7 +60,7 @@ def test_without_a_library_the_reference_works_and_native_is_an_error(
     monkeypatch.delenv("HF_COMPRESSOPT_KERNELS", raising=False)
     monkeypatch.setattr(library, "_DIRECTORY", tmp_path)
     monkeypatch.setattr(library, "_found", {})
-    library._library.cache_clear()
+    library.loaded.cache_clear()
     try:
         assert kernels.implementation(CPU) == "reference"
         monkeypatch.setenv("HF_COMPRESSOPT_KERNELS", "native")
@@ -71,7 +71,7 @@ def test_without_a_library_the_reference_works_and_native_is_an_error(
         with pytest.raises(RuntimeError, match="cannot be loaded"):
             kernels.implementation(CPU)
     finally:
-        library._library.cache_clear()
+        library.loaded.cache_clear()
     with pytest.raises(RuntimeError, match="there is no library for meta"):
         library.available(torch.device("meta"))
 
@@ -194,7 +194,7 @@ def test_the_c_interface_refuses_in_words() -> None:
         ("co_apply_adam", apply, "codes of exp_avg_sq need tops, and values none"),
     ):
         with pytest.raises(RuntimeError, match=words):
-            library.call(function, CPU, *arguments)
+            native.call(function, CPU, *arguments)
 
 
 def test_fake_tensors_are_refused_where_real_ones_are_needed() -> None:

@@ -218,12 +218,12 @@ def test_copies_of_every_kind_are_copies(device: torch.device) -> None:
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose threads the kernels work on."""
     if request.param == "our own":
-        monkeypatch.setattr(library, "_host_threads", lambda: None)
+        monkeypatch.setattr(native, "_host_threads", lambda: None)
     else:
         torch.set_num_threads(2)
         torch.ones(1_000_000).add_(1)  # torch's threads start with its first large operator
-        library._host_threads.cache_clear()
-        assert library._host_threads() is not None, "torch has no OpenMP"
+        native._host_threads.cache_clear()
+        assert native._host_threads() is not None, "torch has no OpenMP"
 
 
 @pytest.mark.usefixtures("pool")

@@ -65,9 +65,9 @@ def build(folder: Path) -> None:
 def with_flipped(flipped: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(library, "_DIRECTORY", flipped)
     monkeypatch.setattr(library, "_found", {})
-    library._library.cache_clear()
+    library.loaded.cache_clear()
     yield
-    library._library.cache_clear()
+    library.loaded.cache_clear()
 
 
 def trained() -> list[torch.Tensor]:

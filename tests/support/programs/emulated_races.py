@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from hf_compressopt.kernels import IntegerFormat, LambOptions, SignFormat, library
+from hf_compressopt.kernels import IntegerFormat, LambOptions, SignFormat, library, native
 from tests.support import kernel_cases as cases
 
 library._DIRECTORY = Path(sys.argv[1])
-library._new_scratch = lambda device, nbytes: torch.empty(nbytes, dtype=torch.uint8)
+native._new_scratch = lambda device, nbytes: torch.empty(nbytes, dtype=torch.uint8)
 device = torch.device("cpu")
 torch.set_num_threads(1)
 options = LambOptions(0.9, 0.999, 1e-6, 0.1, False)
