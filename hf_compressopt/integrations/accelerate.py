@@ -40,6 +40,7 @@ from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.integrations import log
 from hf_compressopt.integrations.algorithms import (
     Ours,
+    Prepared,
     follows_plan,
     frees_gradients,
     owns_gradients,
@@ -77,6 +78,7 @@ class Attachment:
     plugin: CompressOptPlugin | None = None  # whose options they are
     checked: bool = False  # since the last object was prepared
     models: Models = field(default_factory=Models)
+    prepared: Prepared = field(default_factory=Prepared)
     partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
     following: set[int] = field(default_factory=set)  # parameters (by id) of compressed optimizers given to prepare
     record: SendRecord = field(default_factory=lambda: SendRecord("hf_compressopt"))  # of what no hook answers for
@@ -190,11 +192,18 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def optimizers_inside(self) -> list[torch.optim.Optimizer]:
         """The prepared optimizers, without the wrappers of Accelerate."""
-        return [innermost(optimizer) for optimizer in self._optimizers]
+        return list(self._prepared().inner)
 
     def our_optimizers(self) -> list[Ours]:
         """The compressed and the partitioned optimizers among them."""
         return list(filter(saves_shards, self.optimizers_inside()))
+
+    def _prepared(self) -> Prepared:
+        """Return the optimizers of now, which Accelerate keeps in a list of its own."""
+        state = self._compressopt
+        if state.prepared.wrapped != self._optimizers:
+            state.prepared = Prepared.of(self._optimizers)
+        return state.prepared
 
     # -- prepare ------------------------------------------------------------------------------------------------------
 
@@ -288,6 +297,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """Free as Accelerate does; models that live on have their gradients averaged until a next optimizer comes."""
         state = self._compressopt
         state.models.release()
+        state.prepared = Prepared()  # which would keep the optimizers alive
         state.lengths.clear()
         state.record.close()
         for known in (state.partitioned, state.following):
@@ -385,10 +395,13 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """Clip as Accelerate does; local gradients are clipped by a norm that all ranks agree on."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = {id(p) for p in parameters}
-        owners = [o for o in self.our_optimizers() if shares(o.trainable_parameters, ids)]
+        prepared = self._prepared()
+        compressed = [o for o in prepared.compressed if not ids.isdisjoint(map(id, o.trainable_parameters))]
+        partitioned = [o for o in prepared.partitioned if not ids.isdisjoint(map(id, o.trainable_parameters))]
+        owners: list[Ours] = [*compressed, *partitioned]
         if owners and norm_type != 2:
             raise ValueError(f"norm_type must be 2 with {type(owners[0]).__name__}, got {norm_type}")
-        local = [owner for owner in owners if not follows_plan(owner) or owner.local_gradients]
+        local: list[Ours] = [*(owner for owner in compressed if owner.local_gradients), *partitioned]
         if self.scaler is not None and not (self.native_amp and self.mixed_precision == "fp16"):
             for owner in owners:  # the scaler was set by hand
                 self.scaler.unscale_(owner)
@@ -396,22 +409,22 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             self.unscale_gradients()
         if not local:
             norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
-            for owner in filter(follows_plan, owners):
+            for owner in compressed:
                 if norm is not None and ids.issuperset(map(id, owner.trainable_parameters)):
                     owner.note_clipping(norm, max_norm)
             return norm
-        if len(owners) > 1 and any(map(owns_gradients, owners)):
+        if len(owners) > 1 and partitioned:
             raise ValueError("clip the parameters of one ZeroOptimizer at a time: each has a norm of its own")
         return local[0].clip_grad_norm_(max_norm, parameters)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward as Accelerate does, on the loss times the loss scale that a ZeroOptimizer divides by again."""
-        optimizers = self.optimizers_inside()
-        scales = {optimizer.loss_scale.value for optimizer in filter(owns_gradients, optimizers)}
+        prepared = self._prepared()
+        scales = {optimizer.loss_scale.value for optimizer in prepared.partitioned}
         if len(scales) > 1:
             raise ValueError(f"one backward cannot serve ZeroOptimizers of different loss scales, got {sorted(scales)}")
-        if scales - {1.0} and not all(map(owns_gradients, optimizers)):
-            other = next(optimizer for optimizer in optimizers if not owns_gradients(optimizer))
+        if scales - {1.0} and len(prepared.partitioned) < len(prepared.inner):
+            other = next(optimizer for optimizer in prepared.inner if not owns_gradients(optimizer))
             raise ValueError(
                 f"a ZeroOptimizer's loss_scale of {scales.pop()} scales the gradients of {type(other).__name__} too, "
                 "which does not divide by it: leave loss_scale out, and give the accelerator mixed_precision='fp16', "

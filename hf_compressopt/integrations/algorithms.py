@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterable, MutableMapping
-from typing import Any, TypeAlias, TypeGuard
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
+from hf_compressopt.amp import innermost
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.fused_adam import FusedAdam
 from hf_compressopt.optim.lamb import Lamb, OnebitLamb
@@ -62,3 +63,18 @@ def all_parameters(optimizer: Any) -> list[Tensor]:
 def shares(params: Iterable[Tensor], ids: set[int]) -> bool:
     """True if one of the parameters has one of these ids."""
     return any(id(p) in ids for p in params)
+
+
+class Prepared(NamedTuple):
+    """The optimizers that an Accelerator has prepared, found once: the steps ask for them."""
+
+    wrapped: Sequence[Any] = ()  # as Accelerate has them
+    inner: Sequence[torch.optim.Optimizer] = ()  # without its wrappers
+    compressed: Sequence[CompressedOptimizer] = ()  # of these
+    partitioned: Sequence[ZeroOptimizer] = ()
+
+    @classmethod
+    def of(cls, wrapped: Iterable[Any]) -> Prepared:
+        wrapped = list(wrapped)
+        inner = list(map(innermost, wrapped))
+        return cls(wrapped, inner, list(filter(follows_plan, inner)), list(filter(owns_gradients, inner)))
