@@ -282,7 +282,7 @@ def _average_in_full(zs: Sequence[Combination], ranks: Communicator) -> Task[lis
     handle = ranks.all_reduce(together)
     yield None
     handle.wait()
-    return [Average.of(part) for part in parts]
+    return [Average(numel, values=part) for numel, part in zip(numels, parts, strict=True)]
 
 
 def _with_old_errors(z: Combination, feedback: BucketErrors) -> Average:

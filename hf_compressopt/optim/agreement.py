@@ -22,9 +22,9 @@ from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator, digest_of
 from hf_compressopt.collectives.sender import StepPasses
 from hf_compressopt.optim.gradients import GradientNoise, Gradients, Grads, MeanNorm
-from hf_compressopt.optim.group import GroupState, has_own_groups
+from hf_compressopt.optim.group import GroupState, has_own_groups, hyperparameters_of, trained_of
 from hf_compressopt.optim.math import bit_sum
-from hf_compressopt.optim.startup import StartupCheck, distance_from_first, hyperparameters_of, rows_of, trained_of
+from hf_compressopt.optim.startup import StartupCheck, distance_from_first, rows_of
 from hf_compressopt.schedules import Stage, StepPlan
 
 logger = logging.getLogger(__name__)

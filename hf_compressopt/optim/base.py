@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from operator import is_not
 from typing import Any, ClassVar
@@ -33,11 +33,17 @@ from hf_compressopt.optim import options
 from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, RankAgreement
 from hf_compressopt.optim.bucket_step import BucketStep, Exchange, exchange_buckets, message_of
 from hf_compressopt.optim.gradients import Grads
-from hf_compressopt.optim.group import ExtraState, GroupForm, GroupState, ParamGroups, by_communicator
+from hf_compressopt.optim.group import (
+    ExtraState,
+    GroupForm,
+    GroupState,
+    ParamGroups,
+    by_communicator,
+    hyperparameters_of,
+)
 from hf_compressopt.optim.math import evaluate
 from hf_compressopt.optim.overlap import LATE_CLIP, OverlapSender
 from hf_compressopt.optim.sharded import ShardedOverlap
-from hf_compressopt.optim.startup import hyperparameters_of
 from hf_compressopt.optim.state import STATE_KEY, Progress, load_full, load_with_hooks, make_stub, own_state, switched
 from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
 from hf_compressopt.schedules import AUTO, RunSchedule, Schedule, Stage, StepPlan, Warmup
@@ -502,9 +508,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def plan_at(self, step: int) -> StepPlan:
         """Return the plan of step ``step``. With ``zero_stage`` step() averages the gradients of the warmup stage."""
-        plan = self.schedule.plan(step)
-        shared_out = self.zero_stage > 0 and self.communicator.world_size > 1 and plan.stage.number == 0
-        return replace(plan, reduce_grads=False, synchronize=True) if shared_out else plan
+        return _plan_of(self._run.schedule, step, shared_out=self.zero_stage > 0 and self.communicator.world_size > 1)
 
     @property
     def plan(self) -> StepPlan:
@@ -894,3 +898,11 @@ class CompressedOptimizer(torch.optim.Optimizer):
             f"{type(self).__name__}, {numel:,} parameters, {listed}; {self.communicator}, "
             f"scale_block={self.scale_block}, kernels: {kernels.implementation(self.communicator.device)}"
         )
+
+
+@lru_cache(maxsize=64)
+def _plan_of(schedule: Schedule, step: int, *, shared_out: bool) -> StepPlan:
+    """Return the plan of a step, for which every part of the step asks."""
+    plan = schedule.plan(step)
+    averages_itself = shared_out and plan.stage.number == 0
+    return replace(plan, reduce_grads=False, synchronize=True) if averages_itself else plan

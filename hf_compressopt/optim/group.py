@@ -348,3 +348,20 @@ def by_communicator(states: Iterable[GroupState]) -> list[tuple[Communicator, li
 def has_own_groups(states: Iterable[GroupState]) -> bool:
     """Return whether a param group has a process group of its own; alike on all ranks, as the first step checks."""
     return any(state.own_rank is not None for state in states)
+
+
+def hyperparameters_of(states: Iterable[GroupState]) -> list[list[Any]]:
+    """Return the hyperparameters of the param groups that all ranks hold, as JSON holds them."""
+    rows: list[list[Any]] = []
+    for group in (state.options for state in states if state.own_rank is None):
+        numbers = [float(group.get(name, 0)) for name in ("lr", "eps", "weight_decay")]
+        betas = [float(beta) for beta in group["betas"]]
+        flags = [bool(group.get(name)) for name in ("bias_correction", "eps_inside_sqrt")]
+        rows.append([*numbers, *betas, *flags])
+    return rows
+
+
+def trained_of(states: Iterable[GroupState]) -> list[str]:
+    """Return for each param group that all ranks hold, and each parameter, "1" if it requires a gradient."""
+    shared = (state for state in states if state.own_rank is None)
+    return ["".join("01"[param.requires_grad] for param in state.params) for state in shared]

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import Communicator, digest_of
 from hf_compressopt.collectives.sender import HYPERPARAMETERS, listed, size_of, sizes_differ
-from hf_compressopt.optim.group import GroupState, by_communicator, has_own_groups
+from hf_compressopt.optim.group import GroupState, by_communicator, has_own_groups, hyperparameters_of, trained_of
 from hf_compressopt.optim.math import bit_sum
 from hf_compressopt.schedules import StepPlan
 
@@ -171,23 +171,6 @@ class StartupCheck:
             self._communicator.raise_together(error, ValueError)
         elif error is not None:
             raise error
-
-
-def hyperparameters_of(states: Iterable[GroupState]) -> list[list[Any]]:
-    """Return the hyperparameters of the param groups that all ranks hold, as JSON holds them."""
-    rows: list[list[Any]] = []
-    for group in (state.options for state in states if state.own_rank is None):
-        numbers = [float(group.get(name, 0)) for name in ("lr", "eps", "weight_decay")]
-        betas = [float(beta) for beta in group["betas"]]
-        flags = [bool(group.get(name)) for name in ("bias_correction", "eps_inside_sqrt")]
-        rows.append([*numbers, *betas, *flags])
-    return rows
-
-
-def trained_of(states: Iterable[GroupState]) -> list[str]:
-    """Return for each param group that all ranks hold, and each parameter, "1" if it requires a gradient."""
-    shared = (state for state in states if state.own_rank is None)
-    return ["".join("01"[param.requires_grad] for param in state.params) for state in shared]
 
 
 def rows_of(state: GroupState) -> list[str]:

@@ -403,7 +403,7 @@ class ZeroOneAdam(CompressedAdam):
             self._local_step(state, None if gradients is None else gradients[state.number])
         if plan.synchronize:
             self._sync(plan, states, written)
-        beside_sync = plan.synchronize or self.schedule.plan(plan.step + 1).synchronize
+        beside_sync = plan.synchronize or self.plan_at(plan.step + 1).synchronize
         self._interval.expect(bits=beside_sync)
 
     def _local_step(self, state: GroupState, grads: Sequence[Tensor | None] | None) -> None:
