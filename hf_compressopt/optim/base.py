@@ -31,15 +31,18 @@ from hf_compressopt.kernels import Combination, IntegerFormat
 from hf_compressopt.kernels.memory import in_float32
 from hf_compressopt.optim import options
 from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, RankAgreement
-from hf_compressopt.optim.bucket_step import BucketStep, Exchange, exchange_buckets, message_of
 from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group import (
+    BucketStep,
+    Exchange,
     ExtraState,
     GroupForm,
     GroupState,
     ParamGroups,
     by_communicator,
+    exchange_buckets,
     hyperparameters_of,
+    message_of,
 )
 from hf_compressopt.optim.math import evaluate
 from hf_compressopt.optim.overlap import LATE_CLIP, OverlapSender

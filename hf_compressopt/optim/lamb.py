@@ -39,9 +39,8 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.kernels import LambMoments, LambOptions, sum_of_squares
 from hf_compressopt.kernels.memory import numbers_on
-from hf_compressopt.optim.bucket_step import BucketStep, Exchange
 from hf_compressopt.optim.compressed_adam import CompressedAdam
-from hf_compressopt.optim.group import ExtraState, GroupState, has_own_groups
+from hf_compressopt.optim.group import BucketStep, Exchange, ExtraState, GroupState, has_own_groups
 from hf_compressopt.optim.math import (
     adam_fraction,
     advance_all_,

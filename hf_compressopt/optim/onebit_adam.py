@@ -33,9 +33,8 @@ from torch import Tensor
 
 from hf_compressopt.kernels import AdamUpdate, Descent
 from hf_compressopt.optim.agreement import CLIPS
-from hf_compressopt.optim.bucket_step import BucketStep, Exchange
 from hf_compressopt.optim.compressed_adam import CompressedAdam
-from hf_compressopt.optim.group import GroupState
+from hf_compressopt.optim.group import BucketStep, Exchange, GroupState
 from hf_compressopt.schedules import StepPlan
 
 

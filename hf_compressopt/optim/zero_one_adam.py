@@ -32,10 +32,9 @@ from hf_compressopt.announce import write_log
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.kernels import AdamUpdate, Average, Descent, LocalUpdate, ParameterSync
 from hf_compressopt.kernels.memory import numbers_on
-from hf_compressopt.optim.bucket_step import BucketStep, Exchange
 from hf_compressopt.optim.compressed_adam import CompressedAdam
 from hf_compressopt.optim.gradients import Grads
-from hf_compressopt.optim.group import ExtraState, GroupState
+from hf_compressopt.optim.group import BucketStep, Exchange, ExtraState, GroupState
 from hf_compressopt.optim.math import advance_all_, bit_sum
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
 

@@ -20,7 +20,7 @@ import hf_compressopt
 from hf_compressopt import OnebitAdam, attach_ddp
 from hf_compressopt.kernels import Segment
 from hf_compressopt.optim import overlap
-from hf_compressopt.optim.bucket_step import finish
+from hf_compressopt.optim.group import finish
 from hf_compressopt.optim.overlap import LATE_CLIP, Backward, LastNorm, OverlapSender
 from tests.oracles.steps import same
 from tests.support.ddp_runs import (

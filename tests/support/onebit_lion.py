@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.optim.base import CompressedOptimizer
-from hf_compressopt.optim.bucket_step import BucketStep, Exchange
-from hf_compressopt.optim.group import GroupState
+from hf_compressopt.optim.group import BucketStep, Exchange, GroupState
 
 
 class OnebitLion(CompressedOptimizer):
