@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import math
 import os
@@ -44,9 +45,12 @@ PRETRAINING_STEPS = 1000
 FINE_TUNING_RATES = {", fine-tuning, 300 steps": 5e-4, ", fine-tuning at the best rate, 300 steps": 4e-3}
 #: Labelled texts, with the folders of real_models.py that they need.
 CLASSIFIED = {"topics": (), "snippets": ("minilm", "snippets"), "digits": ("digits",)}
-NEEDS = CLASSIFIED | {"library, SmolLM2": ("smollm2",)}
+NEEDS = CLASSIFIED | {"library, SmolLM2": ("smollm2",)} | dict.fromkeys(("CoLA", "MRPC", "RTE", "SST-2"), ("minilm",))
 #: Shakespeare's works as nanoGPT trains on them, of the package's own data folder; nothing of it is in this repository.
 SHAKESPEARE = Path(os.environ.get("SHAKESPEARE", REPOSITORY.parent / "shared" / "data" / "tinyshakespeare.txt"))
+
+#: GLUE as published (arXiv 1804.07461), TASK/train.tsv and TASK/dev.tsv; nothing of it is in this repository either.
+GLUE = Path(os.environ.get("GLUE", REPOSITORY.parent / "shared" / "data" / "glue"))
 
 Examples = dict[str, Tensor]  # input_ids, labels: [examples, tokens]; of images pixel_values, labels: [examples]
 
@@ -93,6 +97,24 @@ VIT = Model(False, 10, 16, 5e-4, width=64, layers=4, batch=32)  # 0.2M parameter
 
 
 @dataclass(frozen=True)
+class GlueTask:
+    """Where the columns of a task of GLUE are, and how MiniLM trains on it."""
+
+    sentences: tuple[int, ...]
+    label: int
+    positive: str  # the label that is class 1
+    steps: int  # of 32 examples: three passes, of SST-2 one over a third
+    rate: float  # the best of GLUE_RATES for AdamW
+    header: bool = True
+    share: int = 1  # every so many-th example
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What all runs of the task share."""
+        return {"model": Model(False, 30522, 128, self.rate, batch=32), "steps": self.steps, "autocast": True}
+
+
+@dataclass(frozen=True)
 class Run:
     """One configuration, by the name that the tables call it."""
 
@@ -109,6 +131,7 @@ class Run:
     text: str = "reference"  # a key of TOKENIZED_AS or CLASSIFIED
     pretrained: bool = False  # on the library's source
     steps: int | None = None  # --steps
+    autocast: bool = False  # to bfloat16
 
     @property
     def peak_lr(self) -> float:
@@ -134,6 +157,13 @@ TASKS: dict[str, tuple[dict[str, Any], Sequence[float]]] = {
     "digits": ({"model": VIT, "text": "digits", "steps": 940}, (1e-4, 2e-4, 5e-4, 1e-3)),
 }
 NANO: dict[str, Any] = {"model": NANOGPT, "text": "Shakespeare", "steps": 2000}
+GLUE_TASKS = {
+    "CoLA": GlueTask((3,), 1, "1", 801, 1e-4, header=False),
+    "MRPC": GlueTask((3, 4), 0, "1", 343, 1e-4),
+    "RTE": GlueTask((1, 2), 3, "entailment", 233, 1e-4),
+    "SST-2": GlueTask((0,), 1, "1", 701, 1e-4, share=3),
+}
+GLUE_RATES = (5e-5, 1e-4, 2e-4, 4e-4)
 BOTH_INT4 = {"stage": 2, "grad_compression": "int4", "param_compression": "int4"}
 
 
@@ -188,6 +218,18 @@ def rival(title: str, name: str, kept: dict[str, Any] | None = None, **options: 
     return Run(title, "AdamW", rival=name, rival_options=options, **(kept or {}))
 
 
+def glue(name: str) -> list[Run]:
+    """The methods on a task of GLUE."""
+    kept: dict[str, Any] = {"text": name, **GLUE_TASKS[name].kept}
+    return [
+        *every(f", {name}", ("AdamW", "int4", "OnebitAdam"), older=False, **kept),
+        Run(f"AdamW, int8 gradients, {name}", "AdamW", COMPACT, gradients="int8", **kept),
+        Run(f"ZeRO-2 and AdamW, int4 both ways, {name}", "AdamW", zero=BOTH_INT4, **kept),
+        rival(f"AdamW, bfloat16 gradients, {name}", "bfloat16", kept),
+        rival(f"AdamW, float8 gradients, {name}", "float8", kept),
+    ]
+
+
 #: By group; a run that stands in several groups is run once.
 RUNS: dict[str, dict[str, Run]] = {
     "optimizers": named(*every("")),
@@ -210,6 +252,11 @@ RUNS: dict[str, dict[str, Run]] = {
         rival("AdamW, PowerSGD rank 4, nanoGPT", "PowerSGD", NANO, rank=4),
     ),
     "nanoGPT, one rank": named(Run("AdamW, nanoGPT", "AdamW", **NANO)),
+    **{name: named(*glue(name)) for name in GLUE_TASKS},
+    **{
+        f"{name}, rates": rates({"AdamW": GLUE_RATES}, f"{{}}, {name}, lr {{:g}}", text=name, **task.kept)
+        for name, task in GLUE_TASKS.items()
+    },
     "FSDP2": named(*sharded("FSDP2", 1), *sharded("HSDP", 2)),
     "Muon": named(
         Run("MuonAdamW", "MuonAdamW", model=LARGER),
@@ -256,7 +303,8 @@ TUNING = tuple(name for name in RUNS if "rates" in name)
 #: Groups that run at some numbers of ranks only, whatever --world-sizes says.
 WORLD_SIZES = {
     **dict.fromkeys(("learning rates", "fine-tuning rates", "classification", "SmolLM2"), (2,)),
-    **dict.fromkeys((f"{name}, rates" for name in TASKS), (2,)),
+    **dict.fromkeys((f"{name}, rates" for name in (*TASKS, *GLUE_TASKS)), (2,)),
+    **dict.fromkeys(GLUE_TASKS, (2,)),
     "nanoGPT": (2, 4),
     "nanoGPT, one rank": (1,),
     **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon"), (4,)),
@@ -293,6 +341,8 @@ def missing(run: Run) -> list[str]:
     """The models and data that a run needs, and that are not there."""
     if run.text == "Shakespeare" and not SHAKESPEARE.exists():
         return [f"{SHAKESPEARE} (or give SHAKESPEARE=FILE)"]
+    if run.text in GLUE_TASKS and not GLUE.exists():
+        return [f"{GLUE} (or give GLUE=FOLDER)"]
     return [name for name in NEEDS.get(run.text, ()) if not (CACHE / name).exists()]
 
 
@@ -327,6 +377,8 @@ def examples_of(name: str, model: Model) -> dict[str, Examples]:
         return _digits()
     if name == "Shakespeare":
         return _shakespeare(model.tokens)
+    if name in GLUE_TASKS:
+        return _glue(name, model.tokens)
     if name in CLASSIFIED:
         _, _, words, rows = classified(name)
         kept: dict[str, Any] = {"truncation": True, "max_length": model.tokens, "padding": "max_length"}
@@ -378,6 +430,21 @@ def _shakespeare(tokens: int) -> dict[str, Examples]:
     first = int(0.9 * len(numbers))
     parts = {"train": numbers[:first].unfold(0, tokens, 1), "validation": numbers[first:].unfold(0, tokens, tokens - 1)}
     return {split: {"input_ids": windows, "labels": windows} for split, windows in parts.items()}
+
+
+def _glue(name: str, tokens: int) -> dict[str, Examples]:
+    """The training and the development set of a task, by MiniLM's tokenizer."""
+    from transformers import AutoTokenizer
+
+    task, words, found = GLUE_TASKS[name], AutoTokenizer.from_pretrained(CACHE / "minilm"), {}
+    for split, file, every_nth in (("train", "train.tsv", task.share), ("validation", "dev.tsv", 1)):
+        with (GLUE / name / file).open(encoding="utf-8-sig", newline="") as lines:
+            rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))[task.header :: every_nth]
+        sentences = [[row[column] for row in rows] for column in task.sentences]
+        kept: dict[str, Any] = {"truncation": True, "max_length": tokens, "padding": "max_length"}
+        labels = torch.tensor([int(row[task.label] == task.positive) for row in rows])
+        found[split] = dict(words(*sentences, return_tensors="pt", **kept)) | {"labels": labels}
+    return found
 
 
 def _digits() -> dict[str, Examples]:
@@ -452,6 +519,10 @@ def make_model(run: Run, seed: int, start: Path) -> nn.Module:
         return ViTForImageClassification(
             ViTConfig(hidden_size=size.width, intermediate_size=4 * size.width, **layers, **pixels)
         )
+    if run.text in GLUE_TASKS:
+        from transformers import AutoModelForSequenceClassification
+
+        return AutoModelForSequenceClassification.from_pretrained(CACHE / "minilm", num_labels=2).train()
     if run.text in CLASSIFIED:
         recipe, arguments, words, rows = classified(run.text)
         made: nn.Module = recipe.make_model(arguments, words, rows["train"].features["label"].names)
@@ -472,15 +543,15 @@ def make_model(run: Run, seed: int, start: Path) -> nn.Module:
     return model
 
 
-def loss_of(model: nn.Module, batch: Examples) -> tuple[Tensor, int]:
-    """Mean loss per token, or per row of a labelled text; and the number of rows whose class is found."""
+def loss_of(model: nn.Module, batch: Examples) -> tuple[Tensor, Tensor | None]:
+    """Mean loss per token, or per row of a labelled text; and the classes found, [rows] int64."""
     if (mask := batch.get("attention_mask")) is not None:
         longest = int(mask.sum(dim=1).max())
         batch = {name: values[:, :longest] if values.ndim > 1 else values for name, values in batch.items()}
     found = model(**batch)
     if isinstance(found, Tensor) or batch["labels"].ndim > 1:
-        return (found if isinstance(found, Tensor) else found.loss), 0
-    return found.loss, int((found.logits.argmax(-1) == batch["labels"]).sum())
+        return (found if isinstance(found, Tensor) else found.loss), None
+    return found.loss, found.logits.detach().argmax(-1)
 
 
 def pretrain(file: Path) -> None:
@@ -563,6 +634,8 @@ class Training:
         options: dict[str, Any] = {"lr": run.peak_lr, "betas": run.model.betas}
         if self.compressed or run.zero:
             options["communicator"] = self.ours
+        elif run.text in GLUE_TASKS:
+            options["fused"] = True
         if self.compressed:
             cls, own = in_form(getattr(hf_compressopt, run.optimizer), run.options)
             self.optimizer = cls(groups, **options, **own)
@@ -609,19 +682,35 @@ class Training:
         return self.optimizer.averaged_parameters() if self.compressed else nullcontext()
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, examples: Examples) -> tuple[float, float]:
-        """Mean loss and accuracy on the whole validation text, of which each rank reads a part."""
+    def evaluate(self, model: nn.Module, examples: Examples) -> tuple[float, dict[str, float]]:
+        """Mean loss on the whole validation text, of which each rank reads a part; and the scores of classes."""
         model.eval()
         mine = {name: v.tensor_split(self.others.world_size)[self.others.rank] for name, v in examples.items()}
-        sums = torch.zeros(3, dtype=torch.float64)  # loss, rows whose class is found, examples
+        losses = torch.zeros(2, dtype=torch.float64)  # the sum, examples
+        counts = torch.zeros(2, 2, dtype=torch.float64)  # of class 1 or another, by what it is and what was found
+        right = torch.zeros(1, dtype=torch.float64)
         with self.saved_parameters():
             for start in range(0, len(mine["labels"]), 16):  # as often on all ranks: FSDP2 gathers each time
                 batch = {name: values[start : start + 16] for name, values in mine.items()}
-                count, (loss, right) = len(batch["labels"]), loss_of(model, batch)
-                sums += torch.tensor([float(loss) * count, right, count], dtype=torch.float64)
-        self.others.all_reduce(sums).wait()
+                labels, (loss, classes) = batch["labels"], loss_of(model, batch)
+                losses += torch.tensor([float(loss) * len(labels), len(labels)], dtype=torch.float64)
+                if classes is not None:
+                    right += int((classes == labels).sum())
+                    counts += torch.bincount(2 * (labels == 1) + (classes == 1), minlength=4).view(2, 2)
+        for sums in (losses, right, counts.view(-1)):
+            self.others.all_reduce(sums).wait()
         model.train()
-        return float(sums[0] / sums[2]), float(sums[1] / sums[2])
+        scores = {"accuracy": float(right / losses[1])}
+        if self.run.text == "CoLA":
+            scores["matthews"] = matthews(counts)
+        return float(losses[0] / losses[1]), scores
+
+
+def matthews(counts: Tensor) -> float:
+    """The Matthews correlation of two classes; counts: [2, 2], rows by what they are and what was found."""
+    (no, wrongly), (missed, yes) = counts.tolist()
+    product = (no + wrongly) * (missed + yes) * (no + missed) * (wrongly + yes)
+    return (yes * no - wrongly * missed) / math.sqrt(product) if product else 0.0
 
 
 def finite(value: float) -> float | None:
@@ -642,7 +731,8 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     curve = []
     mine = batches(text["train"], steps, run.model.batch, seed, ours.rank, ours.world_size)
     for step, batch in enumerate(mine, start=1):
-        loss, _ = loss_of(model, batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=run.autocast):
+            loss, _ = loss_of(model, batch)
         loss.backward()
         loss_sum, loss_steps = loss_sum + loss.detach(), loss_steps + 1
         training.exchange()
@@ -652,7 +742,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
         scheduler.step()
         optimizer.zero_grad()
         if step % interval == 0 or step == steps:
-            eval_loss, accuracy = training.evaluate(model, text["validation"])
+            eval_loss, scores = training.evaluate(model, text["validation"])
             others.all_reduce(loss_sum).wait()
             train_loss = float(loss_sum) / loss_steps / ours.world_size
             sent = (training.sharded or ours).traffic.total_bytes  # FSDP2's own messages are not counted
@@ -668,7 +758,7 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
         "lr": run.peak_lr,
         "parameters": sum(p.numel() for p in training.params),
         "eval_loss": curve[-1]["eval"],
-        **({"accuracy": accuracy} if run.text in CLASSIFIED else {}),
+        **(scores if run.text in CLASSIFIED or run.text in GLUE_TASKS else {}),
         "bytes": curve[-1]["bytes"],
         "rounds": int(optimizer.metrics()["rounds"]) if training.compressed else steps,
         "switch": optimizer.schedule.last_warmup_step if training.compressed else None,

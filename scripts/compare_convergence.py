@@ -24,7 +24,7 @@ from typing import Any
 from _common import MB, check_least, parser_of, print_table
 from _convergence import ALL_RUNS, GLOBAL_BATCH, RUNS, TUNING, WORLD_SIZES, missing, partner, pretrain, train
 from _slow_network import ranks_on_links, serve
-from make_tables import against, fewer, losses, percent
+from make_tables import against, fewer, losses, percent, score_of
 
 Key = tuple[str, int, int, int]
 
@@ -89,8 +89,8 @@ def read_rows(rows_file: Path, report: Path) -> list[dict[str, Any]]:
 def print_group(group: str, rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Print the loss of each run of a group, against the uncompressed run's, and megabytes sent by a rank."""
     lines = [["run", "ranks", "seeds", "evaluation loss", "against the uncompressed", "MB sent", "fewer bytes"]]
-    if group in ("classification", "digits, rates", "MiniLM, rates"):
-        lines[0].append("accuracy")
+    if scored := any("accuracy" in row for row in rows if row["name"] in RUNS[group]):
+        lines[0].append("accuracy, of CoLA Matthews correlation")
     seeds, world_sizes = places_of(group, arguments)
     mine = [row for row in rows if row["seed"] in seeds]
     mine = [row for row in mine if row["steps"] == (ALL_RUNS[row["name"]].steps or arguments.steps)]
@@ -102,9 +102,9 @@ def print_group(group: str, rows: Sequence[dict[str, Any]], arguments: argparse.
             difference = "" if other is None else percent(against(run.name, other.name, ranks, mine))
             sent = statistics.fmean(row["bytes"] for row in found.values()) / MB
             cells = mean, difference, f"{sent:,.1f}", f"{fewer(run.name, ranks, mine):.1f}x" if sent else ""
-            scores = [row["accuracy"] for row in found.values() if "accuracy" in row]
             lines.append([run.name, str(ranks), str(len(values)), *cells])
-            lines[-1] += [f"{statistics.fmean(scores):.4f}"] if scores else []
+            if scored:
+                lines[-1].append(f"{statistics.fmean(score_of(row) for row in found.values()):.4f}")
     if len(lines) > 1:
         print_table(group, lines)
 

@@ -136,23 +136,28 @@ NANOGPT = {
 }
 
 
+def above_one_rank(name: str, ranks: int) -> tuple[float, float, float] | None:
+    """As :func:`against`, against nanoGPT's AdamW on one rank, which has the same batches."""
+    alone = ({**row, "world_size": ranks} for row in losses("AdamW, nanoGPT", 1).values())
+    return against(name, "AdamW, nanoGPT", ranks, [*rows("convergence"), *alone])
+
+
+def loss_of_nanogpt(name: str, ranks: int) -> str:
+    """The mean over seeds, or nothing."""
+    found = losses(name, ranks).values()
+    return f"{statistics.fmean(row['eval_loss'] for row in found):.3f}" if found else ""
+
+
 def nanogpt() -> Table:
-    """Validation losses, and how far they lie above AdamW's on one rank, which has the same batches."""
-    alone = losses("AdamW, nanoGPT", 1)
-    found = rows("convergence")
+    """Validation losses, and how far they lie above AdamW's."""
+    plain, counts = "AdamW, nanoGPT", (2, 4)
     lines = [["method", "loss, 2 ranks", "4 ranks", "against AdamW, 2 ranks", "4 ranks", "seeds", "fewer bytes"]]
-    plain = statistics.fmean(row["eval_loss"] for row in alone.values())
-    lines.append(["`adamw_torch`, one rank", f"{plain:.3f}", "", "", "", str(len(alone)), ""])
+    lines.append(["`adamw_torch`, one rank", loss_of_nanogpt(plain, 1), "", "", "", str(len(losses(plain, 1))), ""])
     for title, name in NANOGPT.items():
-        ended: list[str] = []
-        above: list[str] = []
-        for ranks in (2, 4):
-            alike = [*found, *({**row, "world_size": ranks} for row in alone.values())]
-            mine = losses(name, ranks)
-            ended.append(f"{statistics.fmean(row['eval_loss'] for row in mine.values()):.3f}" if mine else "")
-            above.append(percent(against(name, "AdamW, nanoGPT", ranks, alike)) if mine else "")
+        ended = [loss_of_nanogpt(name, ranks) for ranks in counts]
+        above = [percent(above_one_rank(name, ranks)) for ranks in counts]
         if any(ended):
-            seeds = "/".join(str(len(losses(name, ranks))) for ranks in (2, 4))
+            seeds = "/".join(str(len(losses(name, ranks))) for ranks in counts)
             most = 4 if losses(name, 4) else 2
             lines.append([title, *ended, *above, seeds, f"{fewer(name, most):.1f}x"])
     return lines
@@ -217,9 +222,24 @@ def classification() -> Table:
     return lines
 
 
-def many_ranks() -> Table:
-    runs = {title: (f"{name}, batch 64", "AdamW, batch 64") for title, name in MANY_RANKS.items()}
-    return by_ranks(runs, (16, 32, 64), 64)
+def score_of(row: dict[str, Any]) -> float:
+    """The measure of a task: of CoLA the Matthews correlation, else the accuracy."""
+    return float(row.get("matthews", row["accuracy"]))
+
+
+def errors_of_averages() -> Table:
+    """Errors of single averages at 2 and 16 ranks, and of sums of 20 averages; the models beside each other."""
+    found = rows("vnmse")
+    models = list(dict.fromkeys(row["model"] for row in found))
+    lines = [["quantizer", "bits", *(f"{model}, {what}" for model in models for what in ("2 ranks", "16", "sum"))]]
+    for quantizer in dict.fromkeys(row["quantizer"] for row in found):
+        cells: list[str] = []
+        for model in models:
+            mine = {row["ranks"]: row for row in found if (row["model"], row["quantizer"]) == (model, quantizer)}
+            cells += [f"{value:.1e}" for value in (mine[2]["vnmse"], mine[16]["vnmse"], mine[4]["sum with feedback"])]
+        bits = next(row["bits"] for row in found if row["quantizer"] == quantizer)
+        lines.append([quantizer, f"{bits:.2f}", *cells])
+    return lines
 
 
 #: The name of the losses, that of the uncompressed, that in benchmark_network.py, and ranks of a node.
@@ -313,7 +333,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "nanoGPT": nanogpt,
     "rivals": lambda: by_ranks({title: (name, "AdamW") for title, name in RIVALS.items()}, (2, 4, 8), 4),
     "fine-tuning": fine_tuning,
-    "many ranks": many_ranks,
     "FSDP2": fsdp,
     "FSDP2 over links": lambda: table_of_steps(rows("network_fsdp"), "30M", 4, ("1 Gbit/s",)),
     "lost": lost,
@@ -335,6 +354,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "demo": demo,
     "exact parameters": exact_parameters,
     "classification": classification,
+    "errors": errors_of_averages,
     "LoRA": partial(other, "lora", "method", "PEFT = peft", "TRL = trl", "MB per step = mb"),
 }
 
@@ -464,22 +484,22 @@ def of_slow_links(panels: Any) -> None:
         bars(panel, {METHODS[m].title.replace("`", ""): (median(column, m), COLOURS[m]) for m in methods}, link)
 
 
-@picture("loss", 1, 8, 3.4)
-def of_losses(panel: Any) -> None:
-    shown = {"int4": "`grad_compression=int4`", "onebit_adam": "`onebit_adam`", "zero_one_adam": "`zero_one_adam`"}
-    shown |= {"onebit_lamb": "`onebit_lamb`, against LAMB"}
-    for place, (key, title) in enumerate(shown.items()):
-        name, partner = DEFAULTS[title]
-        for shift, (ranks, marker) in enumerate(((2, "o"), (4, "s"), (8, "^"))):
-            mean, least, most = against(name, partner, ranks) or (0.0, 0.0, 0.0)
-            where, bounds = place + 0.2 * (shift - 1), [[mean - least], [most - mean]]
-            panel.errorbar(where, mean, bounds, fmt=marker, color=COLOURS[key], capsize=3)
-            if place == 0:
-                panel.plot([], [], marker, color="#707070", label=f"{ranks} ranks")
-        panel.annotate(title.replace("`", ""), (place, 0.95), ha="center", fontsize=9)
-    panel.axhline(0, color="#999999", linewidth=1)
-    panel.set(ylabel="final loss against the partner, %", xticks=[], ylim=(-1.2, 1.1), xlim=(-0.5, 3.5))
-    panel.legend(loc="lower right", fontsize=8)
+@picture("errors", 1, 8, 3.4)
+def of_errors(panel: Any) -> None:
+    """The error of an average of 4 ranks by each quantizer, in the order of their bits."""
+    found = sorted((row for row in rows("vnmse") if row["ranks"] == 4), key=lambda row: -row["bits"])
+    names = list(dict.fromkeys(row["quantizer"] for row in found))
+    for model, marker in zip(sorted({row["model"] for row in found}), ("o", "s"), strict=False):
+        mine = [row for row in found if row["model"] == model]
+        colours = [COLOURS["int4"] if "ours" in row["quantizer"] else COLOURS["ddp"] for row in mine]
+        places = [names.index(row["quantizer"]) for row in mine]
+        panel.scatter([row["vnmse"] for row in mine], places, c=colours, marker=marker)
+        panel.plot([], [], marker, color="#707070", label=model)
+    bits = {row["quantizer"]: row["bits"] for row in found}
+    panel.set(xscale="log", xlabel="vNMSE of an average, 4 ranks")
+    panel.set_yticks(range(len(names)), [f"{name.removesuffix(' (ours)')}: {bits[name]:.2f} bits" for name in names])
+    panel.grid(axis="y", color="#DDDDDD")
+    panel.legend(fontsize=8, loc="upper left")
 
 
 PARTS = {"parameters": "#D8D8D8", "gradients": "#AAAAAA", "moments": "#707070", "errors": "#882255"}

@@ -68,6 +68,21 @@ def test_gradients_become_their_mean(rank: int, world_size: int) -> None:
             assert same_on_all_ranks(param.grad for param in params), method
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_ranks()
+def test_float8_rounds_each_element_twice(rank: int, world_size: int) -> None:
+    """Each rounding errs by at most 1/16 of an element; a byte per element and four per block travel there and back."""
+    params, rival, communicator = make("float8")
+    give(params, rank)
+    rival.gradients()
+    apart = [torch.stack([row[index].abs() for row in map(gradients, range(world_size))]).mean(0) for index in range(4)]
+    for param, mean, sizes in zip(params, means(world_size), apart, strict=True):
+        smallest = 2 * sizes.max() * 2**-9 / 448 * 64  # subnormal numbers, in a block of other parameters too
+        assert ((param.grad - mean).abs() <= sizes / 16 + mean.abs() / 16 * 1.07 + smallest).all()
+    padded = -(-NUMEL // (128 * world_size)) * 128
+    assert communicator.traffic.total_bytes == 2 * (world_size - 1) * (padded + 4 * padded // 128)
+
+
 @on_ranks(2)
 def test_powersgd_sends_its_errors_later(rank: int, world_size: int) -> None:
     """The sum of what was applied nears the sum of the gradients: constant gradients are applied wholly in time."""
