@@ -117,7 +117,7 @@ class BesideUnits:
 
     def _with_gradients(self, units: Sequence[Unit], stepped: set[int]) -> list[str]:
         """Name the parameters of units that have gradients and are among those, by id, which a step moves."""
-        having = {id(p) for unit in units for p in unit.params if p.grad is not None} & stepped
+        having = {id(p) for unit in units for p in unit.trainable_now if p.grad is not None} & stepped
         return [name for name, param in self._model.named_parameters() if id(param) in having] if having else []
 
     def describe(self) -> str:

@@ -28,6 +28,7 @@ class Unit:
 
     names: tuple[str, ...]  # of the trainable parameters, in the order of their gradients; none if all are frozen
     numels: tuple[int, ...]  # elements of this rank's shard of each, padding included
+    trained: tuple[int, ...]  # their places among FSDP2's parameters of the unit
     module: FSDPModule  # one of the unit
     group: Any  # FSDP2's own state of the unit
 
@@ -62,7 +63,12 @@ class Unit:
 
     @property
     def params(self) -> list[Any]:
-        """The trainable parameters, as DTensors."""
+        """The parameters of these names, as DTensors; they may be frozen meanwhile."""
+        return [_parameter_of(self.group.fsdp_params[place]) for place in self.trained]
+
+    @property
+    def trainable_now(self) -> list[Any]:
+        """The parameters that are trainable now."""
         return [param for param in map(_parameter_of, self.group.fsdp_params) if param.requires_grad]
 
     def places(self, shard: int) -> Iterator[tuple[str, int, int, int]]:
@@ -186,7 +192,8 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
                 "that, so that grad_compression cannot work there"
             )
         for group in groups:
-            params = [p for p in group.fsdp_params if _parameter_of(p).requires_grad]
+            places = tuple(at for at, p in enumerate(group.fsdp_params) if _parameter_of(p).requires_grad)
+            params = [group.fsdp_params[place] for place in places]
             if params or mesh.ndim == 1:
                 _check(group, module, mesh)
             for param in map(_parameter_of, params):
@@ -195,7 +202,7 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
                     raise TypeError(f"{name} must be float32, bfloat16 or float16, got {param.dtype}")
             known = tuple(names.get(_parameter_of(p), "?") for p in params)
             numels = tuple(p.padded_sharded_param_size.numel() for p in params)
-            found.setdefault(id(group), Unit(known, numels, module, group))
+            found.setdefault(id(group), Unit(known, numels, places, module, group))
     return list(found.values())
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from hf_compressopt import FSDPCompression, compress_fsdp
+from hf_compressopt import FSDPCompression, compress_fsdp, load_state, save_state
 from hf_compressopt.planner.memory import FSDP2, memory_rows
 from tests.fsdp import test_fsdp_compression as hsdp
 from tests.oracles.simulation_integers import Simulation, in_order
@@ -274,8 +274,11 @@ def test_refuses_by_name(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_a_parameter_that_is_frozen_later_is_an_error_on_all_ranks(rank: int, world_size: int) -> None:
-    net, _, _ = started()
+def test_a_parameter_that_is_frozen_later_is_an_error_on_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+    net, state, _ = started()
     net.first.weight.requires_grad_(False)
+    save_state(state, tmp_path)  # as a model may be frozen after its training
+    load_state(state, tmp_path)
+    assert "worker_error/rank1/first.weight" in (tmp_path / "compressopt.index.json").read_text()
     with pytest.raises((ValueError, RuntimeError), match="freeze parameters before grad_compression begins"):
         hsdp.take_step(net, rank, 0, "")
