@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback, trainer, trainer_utils, train
 from hf_compressopt.amp import innermost
 from hf_compressopt.announce import closing_line, show_log
 from hf_compressopt.checkpoint import io
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.integrations import accelerate
 from hf_compressopt.integrations.accelerate import Attachment, attach, parameter_names, wrap
 from hf_compressopt.integrations.algorithms import (
@@ -218,6 +219,10 @@ def _create_optimizer(original: Callable[..., Any], self: Trainer, *args: Any, *
     several = self.accelerator.num_processes > 1
     if several and (follows_plan(inner) or low_bit) and without_compile(self.model_wrapped) is self.model:
         self.model_wrapped = self.model  # an evaluation before the training may have left it compiled, and without DDP
+    if several and (saves_shards(inner) or attachment_of(self).options.grad_compression != NONE):
+        for callback in self.callback_handler.callbacks:
+            if getattr(callback, "jit_manager", None) is not None:
+                _save_at_a_signal_together(self, callback)
     if not saves_shards(inner):
         return result
     attach(self.accelerator)
@@ -226,6 +231,24 @@ def _create_optimizer(original: Callable[..., Any], self: Trainer, *args: Any, *
         made_of = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
         inner.defer_schedule(list(made_of[1]))  # the options that the user gave
     return result
+
+
+def _save_at_a_signal_together(self: Trainer, callback: Any) -> None:
+    """Have all ranks save for ``enable_jit_checkpoint`` at the end of the same step, however late each gets its signal.
+
+    Else one is in the messages of a save, and another one in those of the next step.
+    """
+    ranks, at_step_end = TorchCommunicator(device=self.args.device), type(callback).on_step_end
+
+    def on_step_end(*args: Any, **kwargs: Any) -> None:
+        asked = torch.tensor([float(callback.jit_manager.is_checkpoint_requested)], device=self.args.device)
+        ranks.all_reduce(asked, op="max").wait()
+        callback.jit_manager.is_checkpoint_requested = bool(asked)
+        at_step_end(callback, *args, **kwargs)
+
+    callback.on_step_end = on_step_end
+    for event in ("on_step_begin", "on_pre_optimizer_step", "on_epoch_end"):
+        setattr(callback, event, lambda *args, **kwargs: None)
 
 
 def _average_beside_shards(original: Callable[..., Any], self: Trainer, model: Any) -> None:

@@ -1,6 +1,7 @@
 """`--optim_args async_save=true`: Trainer rotates, pushes and resumes whole checkpoints only."""
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from hf_compressopt import wait_for_saves
 from tests.checkpoint.test_async_save import held_back
 from tests.support.harness import on_ranks, run_ranks
-from tests.support.trainer_runs import Run, equal_params, make_trainer
+from tests.support.trainer_runs import OLD_HOST, Run, equal_params, make_trainer
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 OPTIONS = {"onebit_adam": "freeze_step=3,bucket_cap_mb=0.02,scale_block=256", "zero2_adamw": "bucket_cap_mb=0.02"}
@@ -143,6 +144,37 @@ def test_a_checkpoint_that_was_cut_off_is_not_the_last_one(rank: int, world_size
     foreign.mkdir(parents=True)
     (foreign / "config.json").touch()
     assert trainer_utils.get_last_checkpoint(str(foreign.parent)) == str(foreign)
+
+
+def saved_at_a_signal(rank: int, world_size: int, arguments: dict[str, Any]) -> int:
+    from transformers import TrainerCallback
+
+    class Signal(TrainerCallback):
+        """The signal, which comes to rank 0 at the end of the second step, and to rank 1 within the next one."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            manager.is_checkpoint_requested |= rank == 0 and state.global_step == 2
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            manager.is_checkpoint_requested |= rank == 1 and state.global_step == 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signal, "signal", lambda number, handler: signal.SIG_DFL)
+        trainer = make_trainer(rank, world_size, Run(arguments))
+        (manager,) = [c.jit_manager for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager")]
+        trainer.callback_handler.callbacks.insert(0, Signal())
+        trainer.train()
+    return int(trainer.state.global_step)
+
+
+@pytest.mark.skipif(OLD_HOST, reason="this transformers saves at no signal")
+def test_all_ranks_save_at_a_signal_after_the_same_step(tmp_path: Path) -> None:
+    for optim in ({"optim": "onebit_adam"}, {"optim": "adamw_torch", "optim_args": "grad_compression=int4"}):
+        folder = tmp_path / optim["optim"]
+        arguments = {**optim, "output_dir": str(folder), "max_steps": 6, "enable_jit_checkpoint": True}
+        (last,) = {*run_ranks(2, saved_at_a_signal, arguments, timeout=60)}
+        assert [path.name for path in folder.iterdir()] == [f"checkpoint-{last}"] and last == 2
+        assert (folder / f"checkpoint-{last}" / "trainer_state.json").is_file()
 
 
 def push(rank: int, world_size: int, arguments: dict[str, Any], strategy: str) -> list[tuple[str, bool]]:
