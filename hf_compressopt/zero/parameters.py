@@ -56,6 +56,7 @@ class PartitionedParameters:
         self.buckets: list[UpdateBucket] = []  # this rank's parts, in the order of the slices
         self.reducer = GradientReducer(self.communicator, config, loss_scale)
         self.known = self.reducer.known
+        self._in_order: list[int] = []
         self._frozen: dict[int, tuple[int, Tensor]] = {}  # by id: number of the param group, and the parameter
         self._ranks_checked = False  # by check_ranks_agree(); not after a load
         self.bits_per_parameter: float | None = None  # of the exact parameters in the last step
@@ -83,6 +84,7 @@ class PartitionedParameters:
                     added.append(found)
         self.tensors += [found.tensor for found in added]
         self.known += added
+        self._in_order = sorted(range(len(self.known)), key=lambda n: (self.known[n].group, self.known[n].place))
         slices, before = self._cut(range(len(self.known) - len(added), len(self.known))), len(self.reducer.slices)
         self.reducer.add([found.tensor for found in added], slices)
         self._add_buckets(range(before, before + len(slices)), groups)
@@ -156,7 +158,7 @@ class PartitionedParameters:
 
     def in_order(self) -> list[int]:
         """List the numbers of the parameters in the order of the param groups, whenever they were added."""
-        return sorted(range(len(self.known)), key=lambda n: (self.known[n].group, self.known[n].place))
+        return self._in_order
 
     def unfrozen(self, groups: Sequence[dict[str, Any]]) -> list[int]:
         """List the numbers of the param groups that have parameters which were frozen and no longer are, checked."""

@@ -1,9 +1,11 @@
 """Accelerate without Trainer: the plug-in, the accelerator class, and an accelerator that exists already."""
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -167,7 +169,11 @@ def test_a_model_goes_on_with_another_optimizer_and_averaged_gradients(rank: int
     accelerator, inner = CompressOptAccelerator(cpu=True), hosts.network()
     model, optimizer = accelerator.prepare(inner, OnebitAdam(inner.parameters(), lr=1e-2, freeze_step=2))
     hosts.take_steps(accelerator, model, optimizer, rank, range(4))
+    first = ref(accelerator.optimizers_inside()[0])
     accelerator.free_memory()
+    del optimizer
+    gc.collect()
+    assert first() is None
     optimizer = accelerator.prepare(torch.optim.AdamW(inner.parameters(), lr=1e-2))
     hosts.take_steps(accelerator, model, optimizer, rank, range(4, 8))
     assert hosts.same_on_all_ranks(inner.parameters())
