@@ -54,6 +54,7 @@ class ClipsTogether(Protocol):
     def local_gradients(self) -> bool: ...  # whether gradients of the coming step are this rank's own
     @property
     def trainable_parameters(self) -> list[Tensor]: ...
+    def note_clipping(self, norm: float | Tensor, max_norm: float) -> None: ...  # of averaged gradients
 
 
 # The order of messages is a matter of the process, not of one optimizer. Numbers are alike on all ranks.
@@ -318,6 +319,7 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 _GUARDED = "_compressopt_guards"
 #: Optimizers whose gradients are each rank's own in some steps, until torch's functions have clipped them there.
 _APART: WeakSet[ClipsTogether] = WeakSet()
+_WATCHED: WeakSet[ClipsTogether] = WeakSet()  # all of them
 _INSTEAD = {
     "clip_grad_value_": "clip by norm with optimizer.clip_grad_norm_(max_norm), or use an optimizer without ZeRO",
     "_clip_grads_with_norm_": "call optimizer.clip_grad_norm_(max_norm) in its place, or make the optimizer with "
@@ -347,9 +349,24 @@ def guard_torch_clipping() -> None:
 
 
 def watch_clipping(optimizer: ClipsTogether) -> None:
-    """Warn once if torch's functions clip gradients of this optimizer that are each rank's own."""
+    """Warn once if torch's functions clip gradients of this optimizer that are each rank's own; note other clipping.
+
+    Refuse a GradScaler that decides on each rank alone whether this optimizer takes a step.
+    """
     _APART.add(optimizer)
+    _WATCHED.add(optimizer)
     guard_torch_clipping()
+    _guard_torch_scaler()
+
+
+def _note_clipping(params: Sequence[Tensor], max_norm: float, total_norm: Tensor) -> None:
+    """Tell the optimizers whose averaged gradients were clipped: errors have the unit of gradients that were not."""
+    ids = {id(param) for param in params}
+    for optimizer in list(_WATCHED):
+        if not optimizer.local_gradients and all(
+            id(param) in ids for param in optimizer.trainable_parameters if param.grad is not None
+        ):
+            optimizer.note_clipping(total_norm, max_norm)
 
 
 def _warn_of_different_norms(params: Sequence[Tensor]) -> None:
@@ -377,7 +394,40 @@ def _guarded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
                 "torch.nn.utils cannot clip the gradients under ZeRO, which are shared out among the ranks: "
                 f"{_INSTEAD[name]}"
             )
-        return original(known, *args, **kwargs)
+        result = original(known, *args, **kwargs)
+        if name == "_clip_grads_with_norm_":
+            given = dict(zip(("max_norm", "total_norm"), args, strict=False)) | kwargs
+            _note_clipping(known, given["max_norm"], given["total_norm"])
+        return result
 
     setattr(clip, _GUARDED, original)
     return clip
+
+
+# -- torch's GradScaler, which skips a step on the ranks whose own gradients are not finite ----------------------------
+
+
+@functools.cache
+def _guard_torch_scaler() -> None:
+    stock = torch.amp.GradScaler
+    original = stock.step
+
+    @functools.wraps(original)
+    def step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        methods = ("unscale_", "_unscale_grads_")
+        if self.is_enabled() and all(getattr(type(self), name) is getattr(stock, name) for name in methods):
+            _refuse_scaler_of(optimizer)
+        return original(self, optimizer, *args, **kwargs)
+
+    setattr(stock, original.__name__, step)
+
+
+def _refuse_scaler_of(optimizer: torch.optim.Optimizer) -> None:
+    inner: object = optimizer
+    while hasattr(inner, "optimizer"):  # a host's wrapper
+        inner = inner.optimizer
+    if any(each is inner and each.communicator.world_size > 1 for each in _WATCHED):
+        raise ValueError(
+            f"torch's GradScaler decides on each rank alone whether {type(inner).__name__} takes a step, and the "
+            "others would wait for a rank that skips it: use hf_compressopt.GradScaler, with the same arguments"
+        )

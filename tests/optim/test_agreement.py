@@ -157,6 +157,19 @@ def test_a_learning_rate_of_one_ranks_own_is_an_error_on_all_in_the_warmup_too(
         assert step == 5
 
 
+@on_ranks(2)
+def test_a_gradient_scaler_that_decides_on_each_rank_alone_is_refused(rank: int, world_size: int) -> None:
+    param = nn.Parameter(torch.ones(20))
+    optimizer = hf_compressopt.OnebitAdam([param], freeze_step=1)
+    for stock in (True, False):
+        scaler = (torch.amp if stock else hf_compressopt).GradScaler("cpu", init_scale=4.0)
+        param.grad = torch.ones(20)
+        scaler.scale(torch.ones(()))
+        with pytest.raises(ValueError, match="use hf_compressopt.GradScaler") if stock else nullcontext():
+            scaler.step(optimizer)
+    assert optimizer.metrics()["step"] == 1
+
+
 @pytest.mark.parametrize("name", ["OnebitAdam", "OnebitLamb"])
 @on_ranks(2, timeout=30)
 def test_a_step_that_has_failed_leaves_nothing_behind(rank: int, world_size: int, name: str) -> None:

@@ -268,7 +268,7 @@ def test_gradients_of_any_layout_are_averaged_as_plain_ones(rank: int, world_siz
         torch.testing.assert_close(plain, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("way", ["optimizer", "step"])
+@pytest.mark.parametrize("way", ["optimizer", "step", "torch"])
 @on_ranks(2)
 def test_errors_of_unclipped_gradients_are_clipped_as_the_momentum_at_the_switch(
     rank: int, world_size: int, way: str
@@ -284,6 +284,8 @@ def test_errors_of_unclipped_gradients_are_clipped_as_the_momentum_at_the_switch
             norm = float(torch.cat([p.grad.flatten() for p in params]).norm())
             if way == "optimizer":
                 optimizer.clip_grad_norm_(limit)
+            elif way == "torch":
+                torch.nn.utils.clip_grad_norm_(params, limit)
             optimizer.step()
         assert optimizer.plan.stage.number == 1
         errors.append(optimizer._states[0].errors.worker_values())
