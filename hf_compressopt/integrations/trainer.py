@@ -243,8 +243,9 @@ def _save_at_a_signal_together(self: Trainer, callback: Any) -> None:
     def on_step_end(*args: Any, **kwargs: Any) -> None:
         asked = torch.tensor([float(callback.jit_manager.is_checkpoint_requested)], device=self.args.device)
         ranks.all_reduce(asked, op="max").wait()
-        callback.jit_manager.is_checkpoint_requested = bool(asked)
-        at_step_end(callback, *args, **kwargs)
+        if asked:  # else a signal that has come meanwhile counts in the next step
+            callback.jit_manager.is_checkpoint_requested = True
+            at_step_end(callback, *args, **kwargs)
 
     callback.on_step_end = on_step_end
     for event in ("on_step_begin", "on_pre_optimizer_step", "on_epoch_end"):

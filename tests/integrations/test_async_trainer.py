@@ -146,17 +146,27 @@ def test_a_checkpoint_that_was_cut_off_is_not_the_last_one(rank: int, world_size
     assert trainer_utils.get_last_checkpoint(str(foreign.parent)) == str(foreign)
 
 
-def saved_at_a_signal(rank: int, world_size: int, arguments: dict[str, Any]) -> int:
+def saved_at_a_signal(rank: int, world_size: int, arguments: dict[str, Any], while_waiting: bool) -> int:
     from transformers import TrainerCallback
 
     class Signal(TrainerCallback):
-        """The signal, which comes to rank 0 at the end of the second step, and to rank 1 within the next one."""
+        """The signal, which comes to rank 0 at the end of the second step, and to rank 1 within the next one.
+
+        Or it comes to rank 0 alone, while that waits for rank 1 at the end of the second step.
+        """
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            manager.is_checkpoint_requested |= rank == 0 and state.global_step == 2
+            if state.global_step != 2:
+                return
+            if not while_waiting:
+                manager.is_checkpoint_requested |= rank == 0
+            elif rank == 0:
+                threading.Timer(0.2, manager._enable_checkpoint).start()
+            else:
+                time.sleep(0.8)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            manager.is_checkpoint_requested |= rank == 1 and state.global_step == 2
+            manager.is_checkpoint_requested |= not while_waiting and rank == 1 and state.global_step == 2
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(signal, "signal", lambda number, handler: signal.SIG_DFL)
@@ -169,11 +179,13 @@ def saved_at_a_signal(rank: int, world_size: int, arguments: dict[str, Any]) -> 
 
 @pytest.mark.skipif(OLD_HOST, reason="this transformers saves at no signal")
 def test_all_ranks_save_at_a_signal_after_the_same_step(tmp_path: Path) -> None:
-    for optim in ({"optim": "onebit_adam"}, {"optim": "adamw_torch", "optim_args": "grad_compression=int4"}):
+    low_bit = {"optim": "adamw_torch", "optim_args": "grad_compression=int4"}
+    for optim, while_waiting, step in (({"optim": "onebit_adam"}, True, 3), (low_bit, False, 2)):
         folder = tmp_path / optim["optim"]
         arguments = {**optim, "output_dir": str(folder), "max_steps": 6, "enable_jit_checkpoint": True}
-        (last,) = {*run_ranks(2, saved_at_a_signal, arguments, timeout=60)}
-        assert [path.name for path in folder.iterdir()] == [f"checkpoint-{last}"] and last == 2
+        (last,) = {*run_ranks(2, saved_at_a_signal, arguments, while_waiting, timeout=60)}
+        assert last == step
+        assert [path.name for path in folder.iterdir()] == [f"checkpoint-{last}"]
         assert (folder / f"checkpoint-{last}" / "trainer_state.json").is_file()
 
 
