@@ -138,6 +138,8 @@ class GradientSync:
             self._note_what_is_alike(self.optimizers[0].passes)
         ranks = [self.communicator] if self._reduces else []  # the first one compares for all that are averaged
         for optimizer, overlap in zip(self.optimizers, self._overlaps, strict=True):
+            if optimizer.overlap is not None:
+                optimizer.overlap.forget_clipping()  # also if it does not send in this pass
             if overlap is not None:
                 overlap.sent_by_hook()
                 ranks = [self.communicator]

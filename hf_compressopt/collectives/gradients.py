@@ -390,6 +390,7 @@ class AveragedForms(Protocol):
 class OverlapForms(Protocol):
     """The messages that an optimizer sends of local gradients during backward."""
 
+    def forget_clipping(self) -> None: ...  # of gradients that no step has taken
     def sent_by_hook(self) -> None: ...  # from now on, after the ranks have compared their passes
     def due(self, plan: StepPlan, before: StepPlan) -> bool: ...
     def buckets(self, loss_scale: float | None, *, owner: int, present: Collection[Tensor]) -> list[GradientBucket]: ...

@@ -228,12 +228,15 @@ class OverlapSender:
                 found += SignBucket.all_of(state, self, owner)
         return sorted(found, key=lambda bucket: bucket.bucket.in_full)  # those last, as they come from all layers
 
+    def forget_clipping(self) -> None:
+        """Forget the norm of gradients that were clipped, and that no step has taken: a backward pass begins."""
+        self._noted = None
+
     def begin(self, loss_scale: float | None, plan: StepPlan) -> None:
         """Begin a backward pass, of the step of a plan."""
         self._await()
         self._follow()
         self.agreed = False
-        self._noted = None  # of gradients that were clipped, and that no step has taken
         self._assumed_scale = self._loss_scale if loss_scale is None else loss_scale
         self._plan = plan
         self.backward = Backward(self._last_norm(), self._assumed_scale, self._communicator.world_size)

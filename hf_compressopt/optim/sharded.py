@@ -453,6 +453,7 @@ class ShardedOverlap(OverlapSender):
         They stay whole in a compressed step of which it is not known by which norm to clip: the first one after the
         load of a checkpoint of a run that clipped otherwise.
         """
+        self.forget_clipping()
         plan, last = self._begin_step(), self._last_norm()
         self._sent, self._dropped = _SentGradients(is_late=self._sent.is_late), False
         if not self.states or (plan.stage.number and last is None):
