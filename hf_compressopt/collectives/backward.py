@@ -363,9 +363,10 @@ def _note_clipping(params: Sequence[Tensor], max_norm: float, total_norm: Tensor
     """Tell the optimizers whose averaged gradients were clipped: errors have the unit of gradients that were not."""
     ids = {id(param) for param in params}
     for optimizer in list(_WATCHED):
-        if not optimizer.local_gradients and all(
-            id(param) in ids for param in optimizer.trainable_parameters if param.grad is not None
-        ):
+        if optimizer.local_gradients:
+            continue
+        having = [id(param) for param in optimizer.trainable_parameters if param.grad is not None]
+        if having and ids.issuperset(having):
             optimizer.note_clipping(total_norm, max_norm)
 
 

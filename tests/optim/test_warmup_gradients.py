@@ -293,6 +293,25 @@ def test_errors_of_unclipped_gradients_are_clipped_as_the_momentum_at_the_switch
     torch.testing.assert_close(errors[1], errors[0] / norm, rtol=1e-2, atol=1e-7)
 
 
+@on_ranks(2)
+def test_clipping_another_model_before_backward_leaves_errors_as_they_are(rank: int, world_size: int) -> None:
+    errors = []
+    for clips in (False, True):
+        params, optimizer = make(4)
+        other = nn.Parameter(torch.ones(9))
+        for step in range(optimizer.freeze_step):
+            optimizer.zero_grad()
+            other.grad = torch.full_like(other, 100.0)
+            if clips:
+                torch.nn.utils.clip_grad_norm_([other], 1.0)
+            give(params, rank, step)
+            average_gradients(optimizer)
+            optimizer.step()
+        errors.append(optimizer._states[0].errors.worker_values())
+    assert errors[0].abs().max() > 0
+    torch.testing.assert_close(errors[1], errors[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("limit", [1e9, 6.0])
 @on_ranks(2)
 def test_integers_before_clipping_and_signs_after_it_share_their_errors(
