@@ -163,7 +163,7 @@ GLUE_TASKS = {
     "RTE": GlueTask((1, 2), 3, "entailment", 233, 1e-4),
     "SST-2": GlueTask((0,), 1, "1", 701, 1e-4, share=3),
 }
-GLUE_RATES = (5e-5, 1e-4, 2e-4, 4e-4)
+GLUE_RATES = (2.5e-5, 5e-5, 1e-4, 2e-4)
 BOTH_INT4 = {"stage": 2, "grad_compression": "int4", "param_compression": "int4"}
 
 

@@ -327,6 +327,8 @@ def run_path(name: str, kernels: str, number: int, world_size: int, device: torc
     rank = Rank(number, world_size, device, place)
     chosen: AbstractContextManager[Any] = kernels_from("reference") if kernels == "reference" else nullcontext()
     try:
+        store.set(f"connected {number}", "")
+        store.wait([f"connected {each}" for each in range(world_size)])  # a rank that fails at once closes its end
         with chosen:
             trained = PATHS[world_size][name](rank)
         digest = hashlib.sha256()
