@@ -238,7 +238,7 @@ def errors_of_averages() -> Table:
             mine = {row["ranks"]: row for row in found if (row["model"], row["quantizer"]) == (model, quantizer)}
             cells += [f"{value:.1e}" for value in (mine[2]["vnmse"], mine[16]["vnmse"], mine[4]["sum with feedback"])]
         bits = next(row["bits"] for row in found if row["quantizer"] == quantizer)
-        lines.append([quantizer, f"{bits:.2f}", *cells])
+        lines.append([quantizer.replace("4 bits, squares, blocks of", "squares in"), f"{bits:.2f}", *cells])
     return lines
 
 
