@@ -231,7 +231,7 @@ def errors_of_averages() -> Table:
     """Errors of single averages at 2 and 16 ranks, and of sums of 20 averages; the models beside each other."""
     found = rows("vnmse")
     models = list(dict.fromkeys(row["model"] for row in found))
-    lines = [["quantizer", "bits", *(f"{model}, {what}" for model in models for what in ("2 ranks", "16", "sum"))]]
+    lines = [["quantizer", "bits", *(what for model in models for what in (f"{model}, 2 ranks", "16", "sum"))]]
     for quantizer in dict.fromkeys(row["quantizer"] for row in found):
         cells: list[str] = []
         for model in models:
