@@ -80,11 +80,9 @@ def read(path: Path) -> tuple[list[Line], dict[str, float]]:
             f"{path} has no numbers of hf_compressopt: was the script started by `python -m hf_compressopt.run`, with "
             "--optim_args grad_compression=int4 or an optimizer of this package?"
         )
-    sent = last.get(f"{_PREFIX}bytes_on_link", 0)
-    if (
-        last and sent >= lines[-1].total
-    ):  # else the run was resumed, and its last line tells of what came since then alone
-        return lines, {"sent": sent, "plain": last[f"{_PREFIX}bytes_uncompressed"]}
+    whole = last.get(f"{_PREFIX}bytes_on_link", 0)
+    if last and whole >= lines[-1].total:  # of a run that was resumed it is what came since then alone
+        return lines, {"sent": whole, "plain": last[f"{_PREFIX}bytes_uncompressed"]}
     steps = [line.total - before for line, before in zip(lines, [0.0, *(line.total for line in lines)], strict=False)]
     plain = sum(sent * line.plain / line.sent for sent, line in zip(steps, lines, strict=True) if line.sent)
     return lines, {"sent": lines[-1].total, "plain": plain}

@@ -98,7 +98,7 @@ VIT = Model(False, 10, 16, 5e-4, width=64, layers=4, batch=32)  # 0.2M parameter
 
 @dataclass(frozen=True)
 class GlueTask:
-    """Where the columns of a task of GLUE are, and how MiniLM trains on it."""
+    """A task of GLUE: the columns of its files, and the steps and learning rate of MiniLM."""
 
     sentences: tuple[int, ...]
     label: int
@@ -110,7 +110,7 @@ class GlueTask:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What all runs of the task share."""
+        """The options of Run that all runs of the task share."""
         return {"model": Model(False, 30522, 128, self.rate, batch=32), "steps": self.steps, "autocast": True}
 
 
@@ -436,7 +436,9 @@ def _glue(name: str, tokens: int) -> dict[str, Examples]:
     """The training and the development set of a task, by MiniLM's tokenizer."""
     from transformers import AutoTokenizer
 
-    task, words, found = GLUE_TASKS[name], AutoTokenizer.from_pretrained(CACHE / "minilm"), {}
+    task = GLUE_TASKS[name]
+    words = AutoTokenizer.from_pretrained(CACHE / "minilm")
+    found: dict[str, Examples] = {}
     for split, file, every_nth in (("train", "train.tsv", task.share), ("validation", "dev.tsv", 1)):
         with (GLUE / name / file).open(encoding="utf-8-sig", newline="") as lines:
             rows = list(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))[task.header :: every_nth]

@@ -143,7 +143,7 @@ def functions_with_class(tree: ast.AST, owner: str | None = None) -> Iterator[tu
 
 
 def written(node: ast.AST) -> Iterator[ast.expr]:
-    """What a statement assigns to."""
+    """Targets of a statement's assignments."""
     found: list[ast.expr] = []
     if isinstance(node, (ast.Assign, ast.Delete)):
         found = list(node.targets)
@@ -233,7 +233,9 @@ class Classes:
 def test_only_its_own_module_writes_an_attribute() -> None:
     """Other modules call a method. An object of unknown type is of a class that declares the attribute."""
     classes = Classes()
-    seen, outside, exempt = 0, set(), set()
+    seen = 0
+    outside: set[str] = set()
+    exempt: set[tuple[str, str]] = set()
     for path in INSIDE.values():
         for function, owner in functions_with_class(ast.parse(path.read_text())):
             local = classes.locals_of(function, owner)

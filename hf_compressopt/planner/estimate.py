@@ -43,10 +43,9 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = 
     parser.add_argument("--dtype", choices=dtypes, default="float32", help="dtype of the parameters")
     few, text = argument(partial(count, least=0, most=16)), "values of state per parameter: 2 for Adam (the default)"
     parser.add_argument("--states-per-parameter", type=few, default=2, help=f"{text}, 1 for SGD with momentum")
-    text = (
-        "MiB of float32 values in a bucket, which is sent together (default: as on GPUs, 100, and 25 in DDP and with "
-    )
-    text += f"grad_compression{'; on CPUs 25' if measured else ''})"
+    on_cpus = "; on CPUs 25" if measured else ""
+    text = "MiB of float32 values in a bucket, which is sent together (default: as on GPUs, 100, and 25 in DDP and "
+    text += f"with grad_compression{on_cpus})"
     parser.add_argument("--bucket-cap-mb", type=argument(mebibytes), help=text)
     text = "topology of compressed messages: flat, hierarchical (one per node), or auto: hierarchical if there are "
     text += "several nodes of several GPUs (%(default)s)"

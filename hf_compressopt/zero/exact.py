@@ -157,7 +157,8 @@ class ExactParameters:
     def _gather(self, run: Sequence[_Waiting], stride: int) -> Task[None]:
         """Send the changes of some slices together, as (3) says; a rank's messages have ``stride`` bytes at most."""
         communicator = run[0].communicator
-        rank, world_size, order = communicator.rank, communicator.world_size, run[0].cut.order
+        rank, world_size = communicator.rank, communicator.world_size
+        order = run[0].cut.order
         together = torch.empty(world_size * stride, dtype=torch.uint8, device=run[0].device)
         for each, message in _messages(run, rank, together[order[rank] * stride :][:stride]):
             old, _ = self._values(each.cut, rank)
@@ -172,7 +173,9 @@ class ExactParameters:
             for each, message in _messages(run, owner, together[order[owner] * stride :][:stride]):
                 values, is_copy = self._values(each.cut, owner)
                 changes.read_message_(message, values)
-                for span in each.cut.chunks[owner] if is_copy else ():
+                if not is_copy:
+                    continue
+                for span in each.cut.chunks[owner]:
                     written = values[span.offset :][: span.numel].view(each.dtype)
                     write_span(self._tensors[span.index], span.start, span.stop, written)
 

@@ -237,7 +237,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             logger.warning("step %d skipped: a gradient is not finite", self.steps + 1)
 
     def resume(self, steps: int, skipped_steps: int) -> None:
-        """Go on from the counts of a saved state."""
+        """Take over the counts of a saved state."""
         self.steps = steps
         self.skipped_steps = skipped_steps
 

@@ -155,7 +155,9 @@ class SliceGradients:
         for start, stop in self.cut.gaps:
             buffer[start:stop] = 0
         for number, spans in self.cut.spans.items():
-            for span in spans if number not in self.filled else ():
+            if number in self.filled:
+                continue
+            for span in spans:
                 buffer[span.offset : span.offset + span.numel] = 0
         return buffer
 
@@ -519,7 +521,9 @@ class GradientReducer:
         found: dict[tuple[int, torch.device], list[Tensor]] = {}
         for gradients in self.slices:
             gradients.land()
-            for span in gradients.cut.chunks[gradients.communicator.rank] if gradients.average is not None else ():
+            if gradients.average is None:
+                continue
+            for span in gradients.cut.chunks[gradients.communicator.rank]:
                 average, kind = gradients.average_of(span), int(self.known[span.index].model_parallel)
                 found.setdefault((kind, average.device), []).append(average)
         for (kind, device), tensors in found.items():
@@ -612,6 +616,8 @@ def gather_parameters(params: Sequence[Tensor], cut: Partition, communicator: Co
         part[span.offset : span.offset + span.numel] = params[span.index].detach().reshape(-1)[span.start : span.stop]
     yield from all_gather(gathered, communicator)
     for owner, spans in enumerate(cut.chunks):
-        for span in spans if owner != rank else ():
+        if owner == rank:
+            continue
+        for span in spans:
             begin = cut.starts[owner] + span.offset
             write_span(params[span.index], span.start, span.stop, gathered[begin : begin + span.numel])

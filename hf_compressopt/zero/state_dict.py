@@ -37,7 +37,7 @@ class Partitioned(HasGroups, Protocol):
     steps: int
     skipped_steps: int
 
-    def resume(self, steps: int, skipped_steps: int) -> None: ...  # go on from these counts
+    def resume(self, steps: int, skipped_steps: int) -> None: ...  # take over the counts of a saved state
 
 
 def header_of(optimizer: Partitioned) -> dict[str, Any]:

@@ -400,7 +400,7 @@ def facts_of(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 def four_nodes() -> Model:
-    """That of the command line, with the buckets of GPUs."""
+    """The model of the command line, with the buckets of GPUs."""
     training = Training(124_000_000, quantities.seconds("350ms"), bucket_cap_mb=100.0, ddp_bucket_cap_mb=25.0)
     return Model(training, Cluster(4, 2, 1.25e9))
 
