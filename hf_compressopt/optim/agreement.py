@@ -56,9 +56,11 @@ class SentMessages(Protocol):
     def note_norm(self, norm: float, max_norm: float, usual: float, *, whole: bool) -> None: ...
 
 
-class ReadsVariances(Protocol):
-    """The messages of the warmup stage, which ask for the largest variances before a step by signs."""
+class AveragedGradients(Protocol):
+    """The gradients of the warmup stage, which ask for the largest variances before a step by signs."""
 
+    def note_clipping(self, norm: float | Tensor, max_norm: float) -> None: ...
+    def forget_clipping(self) -> None: ...
     def largest_variances(self, plan: StepPlan) -> Tensor | None: ...
 
 
@@ -91,8 +93,6 @@ class ComingStep:
     agreed: Agreed | None = None  # by clipping or a gradient scaler
     square: float | Tensor = 0.0  # of the gradients that the step under way takes, as Agreed's
     limit: float | None = None  # to which gradients are clipped
-    #: Norm and limit by which all averaged gradients were clipped.
-    clipped: tuple[float | Tensor, float] | None = None
     overflow: bool = False  # a gradient scaler found an element that is not finite on this rank
     common: float = math.nan  # what the gradients say about noise
     usual: float = math.nan  # the root of the mean square of the ranks' own norms
@@ -117,7 +117,7 @@ class RankAgreement:
         self._gradients_compared = False
         self._layouts: tuple[list[Any], int] = ([], 0)  # what may change of the layouts, and their digest
 
-    def listen_to(self, overlap: SentMessages | None, warmup: ReadsVariances) -> None:
+    def listen_to(self, overlap: SentMessages | None, warmup: AveragedGradients) -> None:
         """Know from now on of the messages that leave during backward, and of those of the warmup stage."""
         self._overlap, self._warmup = overlap, warmup
 
@@ -213,13 +213,12 @@ class RankAgreement:
         return norm
 
     def _note_norm(self, norm: float | Tensor, max_norm: float, *, whole: bool) -> None:
-        self.coming.clipped = (norm, max_norm) if whole else None
+        if whole:
+            self._warmup.note_clipping(norm, max_norm)
+        else:
+            self._warmup.forget_clipping()
         if self._overlap is not None:
             self._overlap.note_norm(float(norm), max_norm, self.coming.usual, whole=whole)
-
-    def note_clipping(self, norm: float | Tensor, max_norm: float) -> None:
-        """Record that another function has clipped the averaged gradients of the coming step by their norm."""
-        self.coming.clipped = norm, max_norm
 
     def _collect(self, given: Iterable[Any] | None) -> Gradients:
         """Return the gradients as they are now: those on which the ranks have agreed, unless these were changed."""
@@ -246,13 +245,6 @@ class RankAgreement:
             agreed, _ = self._agree(self._collect(None), plan, together=True)
             self.coming.agreed = agreed
         return not agreed.is_finite()
-
-    def clip_coefficient(self) -> float:
-        """Return the factor by which all gradients of the step under way were clipped; 1 if they were not."""
-        if self.coming.clipped is None:
-            return 1.0
-        norm, max_norm = float(self.coming.clipped[0]), self.coming.clipped[1]
-        return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
 
     def end_step(self, *, compared: bool = True) -> None:
         """Close a step; ``compared``: not between two syncs of 0/1 Adam."""

@@ -399,7 +399,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _clip_of_errors(self) -> float:
         """Return the clip coefficient of the gradients whose errors the warmup stage leaves."""
-        return self._agreement.clip_coefficient() if self.warmup_gradients.in_messages else 1.0
+        return self.warmup_gradients.clip_coefficient() if self.warmup_gradients.in_messages else 1.0
 
     def _end_step(self, plan: StepPlan, *, taken: bool) -> None:
         """Close a step, which was taken or skipped."""
@@ -458,7 +458,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def note_clipping(self, norm: float | Tensor, max_norm: float) -> None:
         """Record that another function has clipped the averaged gradients of the coming step by their norm."""
-        self._agreement.note_clipping(norm, max_norm)
+        self.warmup_gradients.note_clipping(norm, max_norm)
 
     def skip_step(self) -> None:
         """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""

@@ -14,6 +14,7 @@ travel in full precision beside them: larger neighbours in a block would round t
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -68,6 +69,7 @@ class WarmupGradients:
         self._states, self._communicator, self._follow = groups
         self._assumed_scale = 1.0
         self.travelled = False  # the gradients of the step under way have
+        self._clipped: tuple[float | Tensor, float] | None = None  # norm and limit by which all of these were clipped
         self._told = self._told_of_parts = False
         self._known: tuple[list[Any], list[Any], list[GradientBucket]] = ([], [], [])  # what buckets were made of
         self._handed_out = HandedOut(partial(_members, self._states), watches_steps=False)
@@ -99,6 +101,7 @@ class WarmupGradients:
         """
         self._follow()
         self._clip_errors(False)
+        self.forget_clipping()
         self.ever_in_use = True
         self.travelled, self._assumed_scale = True, self._loss_scale if loss_scale is None else loss_scale
         held = [present, *(state.errors for state in self._states)]
@@ -170,11 +173,27 @@ class WarmupGradients:
         largest = [state.moments.largest_variances() for state in self._guarded(plan)]
         return torch.cat([each.to(self._communicator.device, torch.float64) for each in largest]) if largest else None
 
-    def note_clipping(self, coefficient: float) -> None:
-        """Take over by how much the averages of a step were clipped, after which a step sends signs.
+    def note_clipping(self, norm: float | Tensor, max_norm: float) -> None:
+        """Record that all averages of the coming step were clipped by their norm."""
+        self._clipped = norm, max_norm
+
+    def forget_clipping(self) -> None:
+        """Forget by how much averages were clipped: others follow, or they were not all clipped."""
+        self._clipped = None
+
+    def clip_coefficient(self) -> float:
+        """Return the factor by which all averages of the step under way were clipped; 1 if they were not."""
+        if self._clipped is None:
+            return 1.0
+        norm, max_norm = float(self._clipped[0]), self._clipped[1]
+        return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+
+    def give_errors_the_clipping(self) -> None:
+        """Keep by how much the averages of a step were clipped, after which a step sends signs.
 
         Integers are sent before gradients are clipped, signs afterwards: between the two, errors change their unit.
         """
+        coefficient = self.clip_coefficient()
         self._tensors.pop(ERROR_CLIP, None)
         if coefficient != 1:
             self._tensors[ERROR_CLIP] = torch.tensor([coefficient, 0.0], dtype=torch.float64, device="cpu")
@@ -222,6 +241,7 @@ class WarmupGradients:
 
     def end_step(self, plan: StepPlan) -> None:
         """Close a step. Warn once if the gradients were averaged in another way, and so in full precision."""
+        self.forget_clipping()
         self.in_use, self.travelled = self.travelled and self.bits < 32, False
         several = self._communicator.world_size > 1 and self._communicator.rank == 0
         if several and self.bits < 32 and plan.reduce_grads and not self.in_use and not self._told:

@@ -341,7 +341,7 @@ class ZeroOneAdam(CompressedAdam):
         following = self.plan_at(plan.step + 1)
         signs_follow = following.stage is Stage.VARIANCE and not following.update_variance
         if plan.update_variance and signs_follow and self.warmup_gradients.in_messages:
-            self.warmup_gradients.note_clipping(self._agreement.clip_coefficient())
+            self.warmup_gradients.give_errors_the_clipping()
 
     def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
         return state.steps.tolist(), state.extra["variance_steps"].tolist()

@@ -312,6 +312,31 @@ def test_clipping_another_model_before_backward_leaves_errors_as_they_are(rank: 
     torch.testing.assert_close(errors[1], errors[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("way", ["optimizer", "torch"])
+@on_ranks(2)
+def test_clipping_a_batch_that_is_thrown_away_leaves_the_errors_of_the_next_one(
+    rank: int, world_size: int, way: str
+) -> None:
+    errors = []
+    for limit in (1e9, 1.0):
+        params, optimizer = make(4)
+        for step in range(optimizer.freeze_step):
+            for is_thrown_away in (True, False):
+                give(params, rank, step)
+                average_gradients(optimizer)
+                if is_thrown_away:
+                    if way == "optimizer":
+                        optimizer.clip_grad_norm_(limit)
+                    else:
+                        torch.nn.utils.clip_grad_norm_(params, limit)
+                    optimizer.zero_grad()
+            optimizer.step()
+        assert optimizer.plan.stage.number == 1
+        errors.append(optimizer._states[0].errors.worker_values())
+    assert errors[0].abs().max() > 0
+    torch.testing.assert_close(errors[1], errors[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("limit", [1e9, 6.0])
 @on_ranks(2)
 def test_integers_before_clipping_and_signs_after_it_share_their_errors(
