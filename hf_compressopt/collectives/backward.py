@@ -10,7 +10,7 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.nn.parallel import DistributedDataParallel
@@ -43,6 +43,7 @@ class Client(Protocol):
     def end_pass(self) -> None: ...  # after all buckets, whose tasks have ended
     def interrupted(self) -> None: ...  # after a backward pass that raised before its end
     def holds_gradients(self) -> bool: ...  # whether gradients were taken that no step has used
+    def drop_of(self, numbers: Collection[int]) -> None: ...  # what was taken of parameters: it was thrown away
 
 
 class ClipsTogether(Protocol):
@@ -97,7 +98,7 @@ class BackwardPasses(Sender):
         self.tasks = Pipeline(limit, communicator.device)
         self.passes = counted or StepPasses(name)  # compared where a pass begins, and before a step uses them
         self._hooks = Hooks()
-        self._owned: set[int] = set()  # by id: the client keeps the parameters alive
+        self._owned: dict[int, int] = {}  # numbers of parameters, by id: the client keeps them alive
         self._open = self._begun = False
         self._compared = False  # with the DistributedDataParallel models of this process
         self._task: int | None = None  # of the pass under way, and of a backward that an autograd function in it called
@@ -112,10 +113,12 @@ class BackwardPasses(Sender):
         """Add parameters, whose numbers follow those of earlier ones, and buckets of the numbers of their members."""
         take_over(params, self.name)
         guard_torch_clipping()
-        for number, param in enumerate(params, start=len(self._owned)):
+        _watch_zero_grad()
+        numbered = list(enumerate(params, start=len(self._owned)))
+        for number, param in numbered:
             hook = weak_hook(self.gradient_arrived, number)
             self._hooks.add(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        self._owned.update(map(id, params))
+        self._owned.update((id(param), number) for number, param in numbered)
         self.passes.note_members(len(self._owned))
         self.add_buckets(buckets)
         _watch_steps()
@@ -137,6 +140,15 @@ class BackwardPasses(Sender):
 
     def holds_gradients(self) -> bool:
         return not self.detached and (client := self._client()) is not None and client.holds_gradients()
+
+    def drop_of(self, model: nn.Module) -> None:
+        """Drop what was taken of the parameters of a model, which has thrown its gradients away. All ranks call."""
+        client = self._client()
+        if client is None or self.detached or not (self.passes.count or client.holds_gradients()):
+            return
+        numbers = [self._owned.get(id(param)) for param in model.parameters()]
+        if mine := [number for number in numbers if number is not None]:
+            client.drop_of(mine)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -312,6 +324,22 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 "next step has them. Give each parameter to one optimizer only, and delete an optimizer, or call its "
                 "detach(), before another one of the same parameters follows"
             )
+
+
+# -- the zero_grad() of a model, which sees no gradients that were freed, and would silently keep them -----------------
+
+
+@functools.cache
+def _watch_zero_grad() -> None:
+    original = nn.Module.zero_grad
+
+    @functools.wraps(original)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        for owner in list(_LIVING):
+            owner.drop_of(self)
+
+    setattr(nn.Module, original.__name__, zero_grad)
 
 
 # -- torch's own clipping, which sees no gradients that were freed, and would silently clip nothing --------------------

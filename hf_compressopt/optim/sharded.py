@@ -32,7 +32,7 @@ Sources: ZeRO (arXiv 1910.02054), 1-bit Adam (arXiv 2102.02888), LoCo (arXiv 240
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -525,6 +525,17 @@ class ShardedOverlap(OverlapSender):
 
     def interrupted(self) -> None:
         self._sent.is_late = True
+
+    def drop_of(self, numbers: Collection[int]) -> None:
+        """See :class:`~hf_compressopt.collectives.backward.Client`: messages hold parts of several parameters."""
+        if len(numbers) == len(self._params):
+            self.drop()
+        elif self.holds_gradients():
+            raise RuntimeError(
+                f"zero_grad() of a module would drop gradients of {len(numbers)} parameters, which have left in "
+                f"messages with those of the others ({len(self._params)} in all; zero_stage=2): call "
+                "optimizer.zero_grad(), or that of the whole model"
+            )
 
     def drop(self) -> None:
         """Drop the gradients that were sent, and keep the errors. All ranks call; else they raise in the step."""

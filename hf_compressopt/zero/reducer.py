@@ -26,7 +26,7 @@ precision. Then (1) is among the peers: r and W are nodes, and each rank has the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -120,6 +120,18 @@ class SliceGradients:
         self.average = None
         if self.feedback is not None:
             self.feedback.commit(present)
+
+    def drop_of(self, kept: Sequence[bool]) -> None:
+        """Drop the averages of some parameters, and the errors of these since the last step; ``kept`` are the others.
+
+        Of the others nothing changes.
+        """
+        self.land()
+        for span in self.cut.chunks[self.communicator.rank] if self.average is not None else ():
+            if not kept[span.index]:
+                self.average_of(span).zero_()
+        if self.feedback is not None and self.feedback.pending is not None:
+            self.feedback.begin(kept)
 
     def drop_errors(self) -> None:
         """Drop the errors since the last step."""
@@ -401,6 +413,20 @@ class GradientReducer:
             self.present[number] = False
             known.tensor.grad = None
         self.fault, self._square, self.factor = None, None, 1.0
+
+    def drop_of(self, numbers: Collection[int]) -> None:
+        """See :class:`~hf_compressopt.collectives.backward.Client`."""
+        chosen = set(numbers)
+        if len(chosen) == len(self.known):
+            self.clear()
+            return
+        self.backward.flush()
+        self.backward.passes.drop()
+        kept = [number not in chosen for number in range(len(self.known))]
+        for gradients in self.slices:
+            gradients.drop_of(kept)
+        self.present = [here and stays for here, stays in zip(self.present, kept, strict=True)]
+        self._is_measured = False
 
     # -- the averages of a step, between backward and the update ------------------------------------------------------
 

@@ -528,6 +528,10 @@ def test_misuse_is_refused_on_all_ranks_together(rank: int, world_size: int) -> 
         ):
             optimizer.step()
         optimizer.zero_grad()
+        backward()
+        with pytest.raises(RuntimeError, match="which have left in messages with those of the others"):
+            net.first.zero_grad()
+        net.zero_grad()  # as a loop does that skips a batch; the next pass is the first one of its step again
         for again in (False, True):
             backward()
             if rank:

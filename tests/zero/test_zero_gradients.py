@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_compressopt import GradScaler, ZeroOptimizer
 from hf_compressopt.collectives import exchange
+from hf_compressopt.collectives.feedback import values_of
 from hf_compressopt.flat import FLOAT_BYTES
 from tests.support.family import through_a_file
 from tests.support.harness import (
@@ -346,6 +347,51 @@ def test_gradients_that_one_rank_throws_away_are_no_part_of_an_average(rank: int
         stack_loss(model, rank, 10 * step).backward()
         optimizer.step()
     assert not list(different(bits(model), train_stack(rank, {"stage": stage})))
+
+
+def errors_of(optimizer: ZeroOptimizer, param: Tensor) -> Tensor:
+    number, found = optimizer.partition.find(param)[0], [torch.zeros(0)]
+    for gradients in optimizer.partition.reducer.slices:
+        if gradients.errors is not None:
+            values = values_of(gradients.errors)
+            spans = gradients.error_spans.get(number, [])
+            found += [values[span.offset : span.offset + span.numel] for span in spans]
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("options", [{}, INT4], ids=["full", "int4"])
+@on_ranks(2)
+def test_what_a_model_throws_away_is_no_part_of_an_average(rank: int, world_size: int, options: Any) -> None:
+    """Loops clear gradients by the model's zero_grad(), as those of GANs do before each of two backward passes."""
+    model, whole = Stack(), train_stack(rank, options)
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, **options)
+    for step in range(3):
+        stack_loss(model, rank, 70 + step).backward()  # of another loss, whose gradients nobody uses
+        optimizer.clip_grad_norm_(0.01)
+        model.zero_grad()
+        stack_loss(model, rank, 10 * step).backward()
+        optimizer.step()
+    assert not list(different(bits(model), whole))
+
+    first = model.layers[0]
+    before, errors = list(map(optimizer.get_full_param, model.parameters())), errors_of(optimizer, first.weight)
+    stack_loss(model, rank, 40).backward()
+    for part in (model.layers[3], first):
+        part.zero_grad()
+        assert optimizer.get_full_grad(part.weight) is None
+    optimizer.step()
+    after = list(map(optimizer.get_full_param, model.parameters()))
+    assert [torch.equal(*both) for both in zip(before, after, strict=True)] == [
+        number in (0, 1, 6, 7) for number in range(12)
+    ]
+    torch.testing.assert_close(errors_of(optimizer, first.weight), errors)
+
+    stack_loss(model, rank, 41).backward()
+    if rank:
+        first.zero_grad()
+    with pytest.raises(RuntimeError, match=r"rank 0 takes a step after 1 pass; rank 1 .*1 of them thrown away"):
+        optimizer.step()
+    model.zero_grad()
 
 
 def _note(calls: list[str], what: str, *_: Any) -> None:
