@@ -12,9 +12,9 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +23,6 @@ from typing import Any
 from _common import REPOSITORY
 
 RATES = {"unshaped": None, "10 Gbit/s": 10e9, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}  # bits per second
-PORT = 29577  # in namespaces, where nobody else is
 RESULT = "RESULT "
 
 
@@ -104,7 +103,7 @@ class Ranks:
 
     def __init__(self, network: Network | None, ranks: int, threads: int, script: str) -> None:
         self.processes: list[Any] = []
-        port = free_port() if network is None else PORT
+        self.folder = tempfile.mkdtemp(prefix="ranks-")  # they meet in a file: a port that is free now may not be soon
         interface, per_node = "lo" if network is None else "eth0", 1 if network is None else network.per_node
         local = per_node if per_node > 1 else ranks
         for rank in range(ranks):
@@ -117,7 +116,7 @@ class Ranks:
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(local),
                 "MASTER_ADDR": "127.0.0.1" if network is None else network.address(0),
-                "MASTER_PORT": str(port),
+                "STORE": f"{self.folder}/store",
                 "GLOO_SOCKET_IFNAME": interface,
                 "OMP_NUM_THREADS": str(threads),
                 "ACCELERATE_USE_CPU": "true",
@@ -156,18 +155,13 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def sent_bytes(interface: str) -> int:
     """Bytes that left the interface so far, as the kernel counts them in this process's network namespace."""
     rows = dict(line.split(":", 1) for line in Path("/proc/self/net/dev").read_text().splitlines() if ":" in line)
     return int({name.strip(): row for name, row in rows.items()}[interface].split()[8])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def trainer_of(
@@ -211,7 +205,8 @@ def serve(do: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     answers, sys.stdout = sys.stdout, sys.stderr  # Trainer prints
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.environ["STORE"], world_size)
     for number, line in enumerate(sys.stdin):
         # the threads of a group wake up a hundred times a second: none is left from one order to the next
         dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world_size)
