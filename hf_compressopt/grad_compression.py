@@ -381,8 +381,6 @@ class GradientCompression:
         if self.communicator.world_size == 1:
             self._check_alone()
             return as_it_is(bucket.buffer())
-        if bucket.is_last():
-            note_sent(self.params)
         joined = not in_backward()  # torch's Join: this rank has no inputs left, and sends zeros and its errors
         start = partial(self._start_pass, joined=joined)
         future = self._rounds.add_ddp_bucket(bucket, start, self._finish, self._refuse)

@@ -59,8 +59,6 @@ class GradientSync:
         self._others: tuple[list[Tensor], list[GradientBucket]] = ([], [])
         self._overlaps: list[OverlapForms | None] = []  # of each optimizer, what sends in the pass under way
         self._sends = self._reduces = self._hands_out = False  # in it
-        self._averaged: list[Tensor] = []  # the parameters whose gradients it averages
-        self._reduced: list[bool] | None = None  # of each optimizer, whether these are among them
         self._compared = True  # the ranks have compared the optimizers that they bound last
         self.reads_are_watched = False  # the model warns where it is read while ranks are apart
 
@@ -81,7 +79,6 @@ class GradientSync:
     def _answer(self) -> None:
         """Answer for the gradients of the optimizers' parameters, in this model or not."""
         self._groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
-        self._reduced = None
         owned = {param for optimizer in self.optimizers for param in optimizer.trainable_parameters}
         self._unowned = [param for param in self.params if param not in owned]
         if self.communicator.world_size > 1:
@@ -98,8 +95,6 @@ class GradientSync:
         """Take a bucket of DDP's, and return the future of its averages; :func:`ddp_hook` calls it."""
         if bucket.index() == 0:
             self._begin_pass()
-        if bucket.is_last():
-            note_sent(self._averaged)  # every bucket of DDP's came by; what stays local its owner's step sends
         if self._sends:
             future = self._rounds.add_ddp_bucket(bucket, self._start)
             if bucket.is_last() and self._hands_out:
@@ -108,6 +103,7 @@ class GradientSync:
         buffer = bucket.buffer()
         if not self._reduces:
             return as_it_is(buffer)
+        note_sent(bucket.parameters())
         buffer.mul_(1.0 / self.communicator.world_size)
         return self.communicator.all_reduce_future(buffer)
 
@@ -125,7 +121,6 @@ class GradientSync:
             self._answer()
         reduced = [optimizer for optimizer in self.optimizers if optimizer.plan.reduce_grads]
         self._overlaps = [_due_overlap(optimizer) for optimizer in self.optimizers]
-        self._find_averaged([optimizer.plan.reduce_grads for optimizer in self.optimizers])
         beside = any(param.requires_grad for param in self._unowned)
         self._reduces = not self.optimizers or bool(reduced) or beside
         low = any(optimizer.warmup_gradients.bits < 32 for optimizer in reduced)
@@ -145,14 +140,6 @@ class GradientSync:
                 ranks = [self.communicator]
             optimizer.passes.begin(*ranks)
             ranks = []
-
-    def _find_averaged(self, reduced: list[bool]) -> None:
-        """Find the parameters whose gradients a pass averages: all but those of optimizers that leave theirs local."""
-        if reduced != self._reduced:
-            self._reduced = reduced
-            rows = zip(self.optimizers, reduced, strict=True)
-            local = {param for each, averages in rows if not averages for param in each.trainable_parameters}
-            self._averaged = [param for param in self.params if param not in local]
 
     def _note_what_is_alike(self, passes: StepPasses) -> None:
         """Note for the comparison of a pass how many parameters are trained, and by which hyperparameters."""

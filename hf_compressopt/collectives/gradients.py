@@ -346,6 +346,7 @@ class GradientRounds(Sender):
         unknown = [param for param, grad in rows if not self.add(param, _in_order_of(param, grad))]
         if unknown:
             refuse(unknown)
+        note_sent([param for param in params if param in self.buckets_of])
         if bucket.is_last():
             if not self._leave_to_steps():
                 self.finish(done)

@@ -542,9 +542,16 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         note_sent(params)
         _end_step(records, params)
         return
+    require_sent(optimizer)
+    _end_step(records, params)
+
+
+def require_sent(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error if a step would use a gradient which was to be sent, and was not."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    records = _records_in_use()
     if any(record.unsent(params) for record in records):
-        records.clear()
-        records += _records_without_garbage()
+        records = _records_without_garbage()
     for record in records:
         record.examine(optimizer, params)
         if names := record.unsent(params):
@@ -553,14 +560,13 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
                 f"{record.name} has not sent the gradients of {listed(names)}, with which "
                 f"{type(optimizer).__name__}.step() would move them: {_WHY}"
             )
-    _end_step(records, params)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _check_closure(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise an error after a step that has used gradients of its closure which were to be sent, and were not."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None or hasattr(optimizer, "sends_gradients"):  # which may say something else of the next step
+    if closure is None or hasattr(optimizer, "sends_gradients"):  # which looks before it moves anything
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not any(record.unsent(params) for record in _records_in_use()):

@@ -21,7 +21,7 @@ from hf_compressopt.collectives.backward import take_over, watch_clipping
 from hf_compressopt.collectives.communicator import Communicator, Traffic, all_reduce_bytes
 from hf_compressopt.collectives.exchange import BucketErrors, in_runs, run_tasks
 from hf_compressopt.collectives.gradients import average_group
-from hf_compressopt.collectives.sender import StepPasses
+from hf_compressopt.collectives.sender import StepPasses, require_sent
 from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
 from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
@@ -286,6 +286,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 ranks whose own gradients are valid).
         """
         loss = None if closure is None else evaluate(closure)
+        if closure is not None and grads is None and not self.sends_gradients:
+            require_sent(self)
         plan = self._begin_step()
         gradients, finite = self._agreement.final_gradients(plan, grads, self.max_grad_norm)
         if not finite and self._agreement.asks(plan):

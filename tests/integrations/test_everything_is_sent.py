@@ -172,11 +172,15 @@ def ddp_adapter_around(method: Method) -> Trained:
     return list(adapter.parameters()), stepping(method, optimizer, right, wrong)
 
 
-def ddp_unfrozen(method: Method, *, again: bool) -> Trained:
-    """The body is made trainable later; ``again``: DistributedDataParallel is made anew then, with the old state."""
+def ddp_unfrozen(method: Method, *, again: bool = False, known: bool = False) -> Trained:
+    """The body is made trainable later; ``again``: DistributedDataParallel is made anew then, with the old state.
+
+    known: The optimizer was made when it was trainable.
+    """
     model = Net()
-    model.body.requires_grad_(False)
+    model.body.requires_grad_(known)
     optimizer = optimizer_of(method, model.named_parameters())
+    model.body.requires_grad_(False)
     ddp = wrapped(method, model, optimizer)
     hook, state = ddp._comm_hooks[0][0], ddp._comm_hooks[0][1]
 
@@ -240,8 +244,8 @@ def ddp_half_in_adamw(method: Method) -> Trained:
     return list(model.parameters()), step
 
 
-def ddp_closure_around(method: Method) -> Trained:
-    """The closure of a step calls the model around its wrapper."""
+def ddp_closure_around(method: Method, *, first: int = 0) -> Trained:
+    """The closure of a step calls the model around its wrapper, from a step on or from the method's first one."""
     model = Net()
     optimizer = optimizer_of(method, model.named_parameters())
     ddp = wrapped(method, model, optimizer)
@@ -249,7 +253,7 @@ def ddp_closure_around(method: Method) -> Trained:
     def step(number: int) -> None:
         def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = (ddp if number < method.first else model)(batch(number))
+            loss = (ddp if number < max(first, method.first) else model)(batch(number))
             loss.backward()
             return loss
 
@@ -468,7 +472,8 @@ SITUATIONS = {
     "DDP: forward through it, backward around it": Situation(ddp_backward_around, HOOKED, "", HOOKED),
     "DDP: a module outside": Situation(ddp_module_outside, HOOKED, "adapter.weight"),
     "DDP: an adapter whose wrapper is not called": Situation(ddp_adapter_around, HOOKED, "weight", STEP_SENDS),
-    "DDP: trainable later": Situation(partial(ddp_unfrozen, again=False), HOOKED, "body.weight|a parameter that was"),
+    "DDP: trainable later": Situation(ddp_unfrozen, HOOKED, "body.weight|a parameter that was"),
+    "DDP: frozen while it was made": Situation(partial(ddp_unfrozen, known=True), HOOKED, "body.weight", STEP_SENDS),
     "DDP: trainable later, DDP made anew": Situation(
         partial(ddp_unfrozen, again=True), HOOKED, "body.weight|a parameter that was"
     ),
@@ -476,6 +481,9 @@ SITUATIONS = {
     "DDP: a step under no_sync": Situation(ddp_no_sync, HOOKED, "body.weight", STEP_SENDS),
     "DDP: half of the model in AdamW": Situation(ddp_half_in_adamw, HOOKED, "", HOOKED),
     "DDP: a closure goes around": Situation(ddp_closure_around, HOOKED, "body.weight", STEP_SENDS),
+    "DDP: a later closure goes around": Situation(
+        partial(ddp_closure_around, first=2), HOOKED, "body.weight", STEP_SENDS
+    ),
     "DDP: another optimizer follows": Situation(
         partial(ddp_another_optimizer, anew=False),
         [*HOOKED, "zero_stage=1"],
