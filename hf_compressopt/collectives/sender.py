@@ -2,17 +2,22 @@
 
 A pass is one call of backward, or of a plain loop's average: :class:`StepPasses` counts, and :class:`Sender` sends its
 buckets. It is fed by DistributedDataParallel's hook and plain loops (:mod:`~hf_compressopt.collectives.gradients`), and
-by hooks of parameters (:mod:`~hf_compressopt.collectives.backward`). FSDP2 orders its units itself, among messages of
-its own, and whether a pass sends is known after the last one: it counts passes where they end, and has no sender.
+by hooks of parameters (:mod:`~hf_compressopt.collectives.backward`). FSDP2 has no sender: it orders its units itself,
+among messages of its own. It knows only after a pass whether that pass sends, and counts passes where they end.
 
-:class:`SendRecord`: which gradients this package must send, whatever forward and its caller do. Autograd tells of every
-gradient that it has added to, by a hook on the parameter that no forward can go around; who sends tells it by
-:func:`note_sent`. A gradient that was changed since it was sent *waits*. An optimizer whose step would use one that
-waits raises an error with its name, on all ranks that have it, before anything moves: a forward that goes around
-DistributedDataParallel, a parameter that became trainable later, a module that nobody wrapped, a hook that is not
-called any more. A gradient that waits is no error by itself: inside ``no_sync`` all of them do, and those that
-``zero_grad()`` throws away never come to a step. Whether one waits each rank knows alone; the ranks compare once the
-parameters that an optimizer has beside those that are answered for.
+:class:`SendRecord`: which gradients this package must send, whatever forward and its caller do. Autograd tells of
+every gradient that it has added to, by a hook on the parameter that no forward can go around; who sends tells it by
+:func:`note_sent`. A gradient that nobody has sent yet, or that has changed since, *waits*. An optimizer whose step
+would use one that waits raises an error with its name, on every rank where it waits, before anything moves: a forward
+that goes around DistributedDataParallel, a parameter that DistributedDataParallel was made without because it was
+frozen, a module that nobody wrapped, a hook that is not called any more. Three that wait are no error: inside
+``no_sync`` all of them do, those that ``zero_grad()`` throws away never come to a step, and a compressed stage, whose
+step sends what it needs of each rank's own gradients, asks nobody to average them before. A parameter that was frozen
+when its record began is watched as soon as it is trainable. A gradient that only some ranks have is sent as zeros by
+the others.
+
+Whether a gradient waits each rank knows alone. What an optimizer has beside the parameters that records answer for, the
+ranks compare once (:meth:`SendRecord.examine`), where the record knows its ranks.
 """
 
 from __future__ import annotations
@@ -68,13 +73,14 @@ class StepPasses:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.count = self.before = 0  # since the last step, and up to it since the one before
+        self.count = 0  # since the last step
+        self.before = 0  # between the last step and the one before
         self.in_loop: Communicator | None = None  # the ranks of a plain loop, whose next message is that of a pass
         self.members = 0  # the number of the parameters, once it has changed between passes
         self.hyperparameters: list[Any] = []  # of the coming step, if an optimizer has told them
         self.are_known = False  # somebody has counted one
         self.are_met = False  # the ranks have compared them in the step under way
-        self.held = 0  # those of them whose gradients were not thrown away since
+        self.held = 0  # passes since the last step whose gradients were not thrown away
         self._posted: _Posted | None = None
         self._ranks: Sequence[Communicator] = ()  # those who compared the last pass
 
@@ -137,6 +143,7 @@ class StepPasses:
         self._ranks = wide
         hyperparameters = digest_of(self.hyperparameters) if self.hyperparameters else 0
         numbers = [*map(float, (self.count, self.held, in_step, self.members, hyperparameters))]
+        # one maximum says both: that of the negative numbers is minus the least of the numbers
         both = [-math.inf] * 2 * len(numbers) if joined else [*numbers, *(-number for number in numbers)]
         here, device = array("f", both), wide[0].reached().device
         message = torch.frombuffer(here, dtype=torch.float32) if reads_at_once(device) else numbers_on(device, here)
@@ -380,9 +387,13 @@ class SendRecord:
                 self._frozen.add(param)
 
     def _watch(self, param: Tensor, *, later: bool) -> None:
-        """Note from now on when autograd adds to the gradient of a parameter. A builtin costs less than a function."""
+        """Note from now on when autograd adds to the gradient of a parameter.
+
+        This hook runs before the one by which DistributedDataParallel learns that a bucket is full: what it sends does
+        not wait any more afterwards.
+        """
         self._frozen.discard(param)
-        hook = self._waiting.add
+        hook = self._waiting.add  # a builtin costs less than a function
         self._hooks.add(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         if later and param.grad is not None:
             self._waiting.add(param)
@@ -551,7 +562,7 @@ def require_sent(optimizer: torch.optim.Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     records = _records_in_use()
     if any(record.unsent(params) for record in records):
-        records = _records_without_garbage()
+        records = _records_without_garbage()  # one that nobody uses any more is no reason for an error
     for record in records:
         record.examine(optimizer, params)
         if names := record.unsent(params):

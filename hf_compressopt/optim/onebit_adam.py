@@ -1,26 +1,30 @@
 """1-bit Adam (Tang et al. 2021, arXiv 2102.02888, Algorithm 1).
 
-With g_r the gradient of rank r, g their mean as ``warmup_bits`` sends it, t the step; m, v and all errors begin at 0:
+With g_r the gradient of rank r, clipped, g their mean, t the step; m, v and all errors begin at 0:
 
-Warmup stage, t <= freeze_step (AdamW, arXiv 1711.05101):
+Warmup stage, t <= freeze_step (AdamW, arXiv 1711.05101), by the averaged g that the step finds in ``p.grad``; it has
+travelled in messages of 4 bits, or as the option ``warmup_bits`` says:
     m = b1 m + (1 - b1) g                                                                   (1)
     v = b2 v + (1 - b2) g^2                                                                 (2)
     p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps)                                           (3)
-At the end of step freeze_step, once: m <- m^, v <- v^; in each tensor v <- max(v, variance_floor mean(v)). The errors
-of the 4-bit messages of g, times 1 - b1, become the first errors of m_r. freeze_step is an option, or the step from
-which v is stable (section 4.3): ``CompressedAdam._ends_warmup_stage`` decides, ``_end_warmup`` freezes.
-Compressed stage, t > freeze_step:
+At the end of step freeze_step, once: m <- m^, v <- v^; in each tensor v <- max(v, variance_floor mean(v)); after that v
+stays as it is (``GroupState.freeze_variance``). m_r has (1 - b1) g_r in it: the errors of the warmup's messages of g,
+times 1 - b1 (and the factor of clipping), become the first errors of m_r. freeze_step is an option, or the step from
+which v is stable (section 4.3): ``CompressedAdam._ends_warmup_stage`` decides.
+Compressed stage, t > freeze_step (``CompressedOptimizer._take_step`` chooses):
     m_r = b1 m + (1 - b1) g_r                                                               (4)
     m = compressed_all_reduce(m_r), times exp_avg_mask if there is one                      (5)
     p <- p (1 - lr wd) - lr bounded(m / (sqrt(v) + eps))                                    (6)
-where bounded(d) cuts every element of d to +-max_update. Q is the sign of each element times one scale per block, and
+where bounded(d) cuts every element of d to +-max_update. Q is the sign of each element times one scale per block, the
+root mean square of its values, and
     compressed_all_reduce(m_r):  u = m_r + worker_error;  worker_error <- u - Q(u);
     on the rank that serves a chunk:  s = mean_r Q(u) + server_error;  server_error <- s - Q(s);  all ranks get Q(s),
-which is :func:`~hf_compressopt.collectives.exchange.all_reduce`.
+which is :func:`~hf_compressopt.collectives.exchange.all_reduce`. With one rank nothing is compressed.
 
-Beyond the paper are: weight decay, gradients in 4 bits in the warmup stage, the corrected moments m^ and v^, the floor
-and the bound, a scale per block where the paper has one for all of m, and full precision for small tensors, beside
-these messages (:func:`~hf_compressopt.kernels.messages.travels_beside_signs`).
+Beyond the paper are: weight decay, the 4 bits of the warmup stage, the corrected moments m^ and v^, the floor and the
+bound, a scale per block where the paper has one for all of m, and small tensors, which travel in full precision
+(:func:`~hf_compressopt.kernels.messages.travels_beside_signs`). A tensor whose v is 0 at the switch stands still. With
+``zero_stage`` the ranks share out (1), (2) and (3) (:mod:`~hf_compressopt.optim.sharded`).
 """
 
 from __future__ import annotations
@@ -61,8 +65,8 @@ class OnebitAdam(CompressedAdam):
         TypeError: For parameters that no option can make work.
     """
 
-    compact = True
-    momentum_is_message = True  # for the planner: after the switch the last message is the momentum
+    compact = True  # errors and the frozen v in 8 bits
+    momentum_is_message = True  # in the compressed stage the last message is kept as m
     _clips = CLIPS
     zero_stages = (0, 1, 2)
 
@@ -92,18 +96,18 @@ class OnebitAdam(CompressedAdam):
     # -- the algorithm -------------------------------------------------------------------------------------------------
 
     def _warmup_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
-        state.take_adam_step(grads, fused=self._fused_warmup)  # (1), (2), (3), of averaged gradients
+        state.take_adam_step(grads, fused=self._fused_warmup)  # (1), (2), (3), of g; math.py writes them out
 
     def _begin_group(self, plan: StepPlan, state: GroupState) -> Descent:
         return state.descent(self.max_update)  # lr, decay, eps and bound of (6)
 
     def _compressed(self, step: BucketStep) -> Exchange:
         beta1, _ = step.options["betas"]
-        # (4): the sum of beta1 m and (1 - beta1) g_r, which the kernel that compresses it computes
+        # (4): the sum of beta1 m and (1 - beta1) g_r, which message() adds; the kernel that compresses it computes it
         m_r = step.message(step.momentum, beta1, 1 - beta1)
-        # (5): whoever runs this generator sends m_r, and returns the mean of all ranks, times the mask
+        # (5): exchange_buckets() runs this generator, sends m_r, and returns the mean of all ranks, times the mask
         m = yield m_r
-        to_store = step.store_momentum(m)  # memory for the values of m; None where its messages are the momentum
+        to_store = step.store_momentum(m)  # memory for the values of m; None where the last messages are kept as m
         # (6): with lr, decay, eps and bound of _begin_group
         with step.parameters() as params:
             step.kernels.apply_adam_(AdamUpdate(m, to_store, step.variance, params, step.shared))
