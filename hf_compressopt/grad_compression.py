@@ -429,7 +429,7 @@ class GradientCompression:
         self._record.passes.close(doing)
 
     def _hand_out(self) -> None:
-        self._handed_out.hand_out(self._rounds.first, self._rounds.before)
+        self._handed_out.hand_out(self._rounds.before)
 
     def _start(self) -> None:
         """Start the round of a step. All ranks call."""

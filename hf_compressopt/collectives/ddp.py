@@ -161,7 +161,7 @@ class GradientSync:
         for optimizer in self.optimizers:
             if optimizer.overlap is not None:
                 optimizer.overlap.note_gradients()
-            optimizer.warmup_gradients.hand_out(self._rounds.first, self._rounds.before)
+            optimizer.warmup_gradients.hand_out(self._rounds.before)
 
     def _start(self) -> None:
         """Start the round of a backward pass, in the order of last gradients if backward goes from last to first."""

@@ -467,6 +467,13 @@ class Members(NamedTuple):
         return [any(found)] if self.as_one else found
 
 
+class _Made(NamedTuple):
+    """A gradient as a pass has left it."""
+
+    grad: ref[Tensor]
+    version: int
+
+
 _UNUSED_PASSES = 10  # without one step of an optimizer, after which a loop is told
 _WATCHING: WeakSet[HandedOut] = WeakSet()
 
@@ -476,54 +483,52 @@ class HandedOut:
 
     A step that has used a gradient commits its error: of an optimizer of ours by :meth:`use`, of any other, which torch
     tells, if ``watches_steps``. Where the next pass begins, a gradient that no step has used is still in ``p.grad``, to
-    be accumulated on; or else it was dropped. A hook on one parameter looks just before the pass changes ``p.grad``.
+    be accumulated on; or else it was dropped. The hook that is called first looks before the pass changes ``p.grad``.
     """
 
     def __init__(self, members: Callable[[], Sequence[Members]], *, watches_steps: bool, hooks: bool = True) -> None:
-        """Watch the gradients of what ``members`` returns, by a hook unless :meth:`begin` is always early enough."""
+        """Watch the gradients of what ``members`` returns, by hooks unless :meth:`begin` is always early enough."""
         self._members, self._watches_steps, self._hooks = members, watches_steps, hooks
-        self._made: dict[Tensor, ref[Tensor]] = {}  # the gradients after the pass that no step has used
+        self._made: dict[Tensor, _Made] = {}  # the gradients after the pass that no step has used
         self._used: dict[Tensor, bool] = {}
-        self._kept: dict[Tensor, bool] | None = None  # where the next pass began, if the hook was called
-        self._witness: Tensor | None = None
-        self._version = 0
-        self._witness_hooks = Hooks()
+        self._kept: dict[Tensor, bool] | None = None  # where the next pass began, if a hook was called
+        self._hooked: set[Tensor] = set()
+        self._handles = Hooks()
         self._unused_passes: int | None = 0  # None after the first step
         if watches_steps:
             _watch_steps()
             _WATCHING.add(self)
 
-    def hand_out(self, first: Tensor | None = None, before: Mapping[Tensor, int] | None = None) -> None:
-        """Note the gradients at the end of a pass, of which ``first`` was the first to come.
+    def hand_out(self, before: Mapping[Tensor, int] | None = None) -> None:
+        """Note the gradients at the end of a pass.
 
         ``before``: versions of gradients before their averages came; the same one now has not been written.
         """
         self._kept, self._used, before = None, {}, before or {}
         grads = ((param, param.grad) for each in self._members() for param in each.params)
         there = ((param, grad) for param, grad in grads if grad is not None)
-        self._made = {p: ref(grad) for p, grad in there if p not in before or before[p] != grad._version}
-        if first is None or first not in self._made:
-            first = next((param for param in self._made if param.requires_grad), None)
-        if first is not None:
-            self._version = _version(first)
-        if first is not self._witness:
-            self._witness_hooks.remove()
-            self._witness = first
-            if self._hooks and first is not None and first.requires_grad:
-                self._witness_hooks.add(first.register_hook(weak_hook(self._pass_begins)))  # type: ignore[no-untyped-call]
+        left = {p: grad for p, grad in there if p not in before or before[p] != grad._version}
+        self._made = {param: _Made(ref(grad), _version_of(grad)) for param, grad in left.items()}
+        if self._hooks:
+            for param in self._made:
+                if param.requires_grad and param not in self._hooked:
+                    self._hooked.add(param)
+                    self._handles.add(param.register_hook(weak_hook(self._pass_begins)))  # type: ignore[no-untyped-call]
 
     def _pass_begins(self) -> None:
-        """Look at ``p.grad`` before the pass adds to it; the hook calls."""
+        """Look at ``p.grad`` before the pass adds to any; the hooks call."""
         if self._made and self._kept is None:
             self._look()
 
-    def _look(self, *, written: bool | None = None) -> None:
-        """Find the gradients that are there still; ``written`` over is none of them."""
-        witness = self._witness
-        if written is None:
-            written = witness is not None and witness.grad is not None and _version(witness) != self._version
-        here = {param: param.grad for param in self._made} if not written else {}
-        self._kept = {p: grad is not None and grad is self._made[p]() for p, grad in here.items()}
+    def _look(self, *, versions: bool = True) -> None:
+        """Find the gradients that are there still; with ``versions``, of which one that was written over is none."""
+        self._kept = {}
+        for param, made in self._made.items():
+            grad = param.grad
+            if grad is None or grad is not made.grad():
+                self._kept[param] = False
+            else:
+                self._kept[param] = not versions or _version_of(grad) == made.version
 
     def begin(self, *, is_first: bool = False) -> Callable[[Members], list[bool]]:
         """Begin a pass, and return what returns for each member's parameters whether earlier gradients are kept.
@@ -532,7 +537,7 @@ class HandedOut:
         """
         if self._made:
             if self._kept is None:
-                self._look(written=None if is_first else False)
+                self._look(versions=is_first)
             if self._used:
                 self._commit(closes=False)
             adds_up = any((self._kept or {}).values())
@@ -580,9 +585,9 @@ class HandedOut:
         self._made, self._used, self._kept = {}, {}, None
 
     def stop_watching(self) -> None:
-        """Take the hook off until gradients are handed out again."""
-        self._witness_hooks.remove()
-        self._witness = None
+        """Take the hooks off until gradients are handed out again."""
+        self._handles.remove()
+        self._hooked.clear()
 
     def _commit(self, *, closes: bool = True) -> None:
         for each in self._members():
@@ -597,11 +602,8 @@ class HandedOut:
         self.drop()
 
 
-def _version(param: Tensor) -> int:
+def _version_of(grad: Tensor) -> int:
     """Return a number that grows where a gradient is written; FSDP2 writes to a DTensor's own part, others to all."""
-    grad = param.grad
-    if grad is None:
-        return -1
     own = getattr(grad, "_local_tensor", None)
     return int(grad._version) + (0 if own is None else int(own._version))
 

@@ -241,7 +241,6 @@ class GradientRounds(Sender):
         self._averages: list[tuple[int, Tensor | None, _Finish]] = []
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._checked = ""
-        self.first: Tensor | None = None  # the parameter whose gradient comes first in DDP's buckets
         self.before: dict[Tensor, int] = {}  # versions of gradients that DDP writes only for what a rank has used
 
     def begin(self, buckets: Sequence[GradientBucket], communicator: Communicator | None = None) -> None:
@@ -333,7 +332,7 @@ class GradientRounds(Sender):
         buffer = bucket.buffer()
         future = future_on(buffer.device)
         if bucket.index() == 0:
-            self._futures, self.first, self.before = [], bucket.parameters()[0], {}
+            self._futures, self.before = [], {}
             start()
         elif not self._futures:
             raise RuntimeError(
@@ -385,7 +384,7 @@ class AveragedForms(Protocol):
     def buckets(
         self, loss_scale: float | None, *, owner: int = 0, present: Sequence[Tensor] | None = None
     ) -> list[GradientBucket]: ...
-    def hand_out(self, first: Tensor | None = None, before: Mapping[Tensor, int] | None = None) -> None: ...
+    def hand_out(self, before: Mapping[Tensor, int] | None = None) -> None: ...
 
 
 class OverlapForms(Protocol):

@@ -208,10 +208,10 @@ class WarmupGradients:
                 state.errors.scale_([coefficient if clipped else 1 / coefficient] * len(state.params))
         self._tensors[ERROR_CLIP][1] = float(clipped)
 
-    def hand_out(self, first: Tensor | None = None, before: Mapping[Tensor, int] | None = None) -> None:
+    def hand_out(self, before: Mapping[Tensor, int] | None = None) -> None:
         """Note the gradients that a pass has averaged: see :meth:`HandedOut.hand_out`."""
         if self.in_messages:
-            self._handed_out.hand_out(first, before)
+            self._handed_out.hand_out(before)
 
     def commit(self, *, taken: bool, given: bool = False) -> None:
         """Commit the errors of gradients that a step has taken, by default those in p.grad, and drop the others."""

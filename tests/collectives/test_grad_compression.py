@@ -291,6 +291,35 @@ def test_gradients_that_are_dropped_leave_no_error_behind(rank: int, world_size:
         assert error < most, (options, to_none, error)
 
 
+@on_ranks(2)
+def test_one_optimizer_zeroes_its_gradients_where_those_of_another_accumulate(rank: int, world_size: int) -> None:
+    """What was zeroed leaves no error behind; what accumulates goes on from the errors of the pass before."""
+    for options in ({}, {"loop": True}):
+        for zeroed in ("weight", "other"):
+            net = Linear()
+            model, average = averaging(net, "int4", **options)
+            missed = {name: torch.zeros(64, 64) for name in ("weight", "other")}
+            optimizers = {name: torch.optim.SGD([param], lr=1.0) for name, param in net.named_parameters()}
+            for step in range(60):
+                for scale, number in ((100, 1000 + step), (1, step)):
+                    gradient = scale * pieces(rank, number, 4096)
+                    model(gradient, gradient).backward()
+                    average()
+                    mean = scale * sum(pieces(r, number, 4096) for r in range(world_size)) / world_size
+                    for name in missed:
+                        missed[name] -= mean
+                    if scale == 100:
+                        missed[zeroed] += mean
+                        optimizers[zeroed].zero_grad(set_to_none=False)
+                for name, param in net.named_parameters():
+                    missed[name] += param.grad
+                    optimizers[name].step()
+                    optimizers[name].zero_grad(set_to_none=False)
+            for name, value in missed.items():
+                error = float(value.square().mean().sqrt())
+                assert error < (0.3 if name == zeroed else 30), (options, zeroed, name, error)
+
+
 @pytest.mark.parametrize(("bits", "most"), [("int4", 0.3), ("int8", 0.02)])
 @on_ranks(2)
 def test_what_no_rank_uses_in_every_second_step_keeps_its_errors(
