@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -574,12 +575,13 @@ def save_states(
     save = io.async_save_state if background else io.save_state
     for number, optimizer in enumerate(filter(saves_shards, optimizers)):
         save(optimizer, directory, names=parameter_names(optimizer, models), prefix=log.prefix_of(number))
-    for number, state in enumerate(compressions):
-        io.save_state(state, directory, prefix=_errors_prefix(number))
-    number = len(compressions)
-    while io.has_checkpoint(directory, prefix=_errors_prefix(number)):  # of a run that had more to save
-        io.remove_checkpoint(directory, prefix=_errors_prefix(number))
-        number += 1
+    saved = [_errors_prefix(number) for number in range(len(compressions))]
+    for prefix, state in zip(saved, compressions, strict=True):
+        io.save_state(state, directory, prefix=prefix)
+    for file in sorted(Path(directory).glob(INDEX_NAME.format(prefix="*"))):
+        prefix = file.name.removesuffix(INDEX_NAME.format(prefix=""))
+        if _ERRORS_PREFIX.fullmatch(prefix) and prefix not in saved:  # of a run that had more to save
+            io.remove_checkpoint(directory, prefix=prefix)
 
 
 def load_shards(
@@ -622,6 +624,9 @@ def load_compressions(compressions: Sequence[GradientCompression | FSDPCompressi
                 "zero, so that the run does not continue bit for bit",
                 directory,
             )
+
+
+_ERRORS_PREFIX = re.compile(rf"{io.DEFAULT_PREFIX}(_\d+)?_gradients")
 
 
 def _errors_prefix(number: int) -> str:
