@@ -62,6 +62,10 @@ _WHY = (
 # -- how many passes ---------------------------------------------------------------------------------------------------
 
 
+class PassesDiffer(RuntimeError):
+    """The error of all ranks if they differ in their backward passes."""
+
+
 class StepPasses:
     """The backward passes since the last step that send gradients: all ranks run as many, or all raise an error.
 
@@ -176,7 +180,7 @@ class StepPasses:
         everyone = [f"rank {dist.get_rank() if len(ranks) > 1 else ranks[0].rank} {mine}"]
         for communicator in ranks:
             everyone = [each for found in communicator.all_gather_object(everyone) for each in found]
-        raise RuntimeError(
+        raise PassesDiffer(
             "the ranks have different numbers of backward passes in a step, of parameters, or of gradients to send, or "
             f"not all have thrown gradients away ({self.name}): {'; '.join(sorted(everyone))}. Give all ranks as many "
             "batches and micro-batches (drop_last=True), run all passes but the last one of a step inside no_sync(), "

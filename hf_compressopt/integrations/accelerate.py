@@ -33,7 +33,7 @@ from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.collectives.backward import guard_torch_clipping
 from hf_compressopt.collectives.buffers import SharedBuffers
 from hf_compressopt.collectives.ddp import refuse_gradient_readers
-from hf_compressopt.collectives.sender import SendRecord, is_answered_for, named_parameters
+from hf_compressopt.collectives.sender import PassesDiffer, SendRecord, is_answered_for, named_parameters
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import BY_PLACE, INDEX_NAME, CheckpointIndex
 from hf_compressopt.fsdp.compression import FSDPCompression
@@ -509,23 +509,33 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     def end_training(self) -> None:
         """End the training as Accelerate does, after the saves in the background, and say what the run has sent."""
         if sys.exc_info()[0] is None:  # else, in a ``finally``, the others do something else
-            self._close_passes("ends the training")
+            self._close_passes("ends the training", is_last=True)
         io.wait_for_saves()
         line = closing_line(*self.our_optimizers(), *self._compressopt.models.compressions())
         if line and self.is_main_process:
             logger.info("%s", line)
         super().end_training()
 
-    def _close_passes(self, doing: str) -> None:
-        """Raise an error on all ranks if one is still in a backward pass. All ranks call; one alone is told so."""
+    def _close_passes(self, doing: str, *, is_last: bool = False) -> None:
+        """Raise an error on all ranks if one is still in a backward pass. All ranks call; one alone is told so.
+
+        Unless the ranks exchange anything after it (``is_last``), it is no error if the missing ones have ended.
+        """
         models, ours = self._compressopt.models, self.our_optimizers()
         if self.num_processes == 1 or not (ours or models.compressions()) or not dist.is_initialized():
             return
         self._compressopt.meetings += 1
-        tell_who_is_missing(doing, self._compressopt.meetings)
-        models.close_passes(doing)
-        for optimizer in filter(owns_gradients, ours):
-            optimizer.partition.reducer.backward.passes.close(doing)
+        all_are_here = tell_who_is_missing(doing, self._compressopt.meetings)
+        try:
+            models.close_passes(doing)
+            for optimizer in filter(owns_gradients, ours):
+                optimizer.partition.reducer.backward.passes.close(doing)
+        except PassesDiffer:
+            raise
+        except RuntimeError as error:
+            if all_are_here or not is_last:
+                raise
+            logger.warning("rank %d %s without ranks that have ended (%s)", self.process_index, doing, error)
 
     def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
         state = self._compressopt
@@ -537,10 +547,10 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         load_compressions(self._compressopt.models.compressions(), directory)
 
 
-def tell_who_is_missing(doing: str, number: int) -> None:
+def tell_who_is_missing(doing: str, number: int) -> bool:
     """Warn of ranks that do not come where all must call: messages to them, which follow, may never be answered.
 
-    They tell by the store of the process group, with the ``number`` of their meeting.
+    Returns whether all have come. They tell by the store of the process group, with the ``number`` of their meeting.
     """
     store = PrefixStore(f"compressopt/{doing}/{number}", dist.distributed_c10d._get_default_store())
     names = list(map(str, range(dist.get_world_size())))
@@ -558,6 +568,8 @@ def tell_who_is_missing(doing: str, number: int) -> None:
             PATIENCE,
             ", ".join(missing),
         )
+        return False
+    return True
 
 
 # -- states in shards, beside the files of the host -------------------------------------------------------------------

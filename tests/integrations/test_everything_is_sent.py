@@ -31,6 +31,7 @@ from hf_compressopt import (
 )
 from tests.support import trainer_runs as hosts
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
+from tests.support.launching import run_python
 from tests.support.logs import log_lines
 
 STEPS = 4
@@ -798,6 +799,30 @@ def test_a_rank_that_saves_alone_says_who_is_missing(rank: int, world_size: int)
             optimizer.step()
         told = [line for line in lines if "rank 0 saves its state, and for 0 s rank 1 has not come" in line]
         assert len(told) == (rank == 0), lines
+
+
+MAIN_PROCESS_ENDS_ALONE = """
+import torch
+from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
+from hf_compressopt.integrations import accelerate
+
+accelerate.PATIENCE = 0.1
+model = torch.nn.Linear(64, 64)
+accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=CompressOptPlugin({options}))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+for step in range(2):
+    accelerator.backward(model(torch.ones(2, 64)).sum())
+    optimizer.step()
+if accelerator.is_main_process:
+    accelerator.end_training()
+    assert not torch.distributed.is_initialized()
+"""
+
+
+@pytest.mark.parametrize("options", ["grad_compression='int4'", "zero_stage=2"])
+def test_a_main_process_that_ends_the_training_alone_ends_it_once_the_others_are_gone(options: str) -> None:
+    done = run_python(["-c", MAIN_PROCESS_ENDS_ALONE.format(options=options)], ranks=2)
+    assert "rank 0 ends the training, and for 0 s rank 1 has not come" in done.stderr
 
 
 @on_ranks(2)
