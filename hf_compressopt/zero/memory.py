@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_compressopt.collectives.topology import AUTO
-from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
+from hf_compressopt.flat import BYTES_PER_MB, DDP_BUCKET_MB, DEFAULT_BUCKET_MB_ON_CUDA, FLOAT_BYTES
 from hf_compressopt.grad_compression import FORMATS
 from hf_compressopt.kernels import CompactErrors
 from hf_compressopt.zero.state_dict import Partitioned
@@ -40,7 +40,7 @@ def estimate_zero_memory(
     *,
     dtype: torch.dtype = torch.float32,
     states_per_parameter: int = 2,
-    bucket_cap_mb: float = 25.0,
+    bucket_cap_mb: float | None = None,
     offload_optimizer: bool = False,
     grad_compression: str = "none",
     param_compression: str = AUTO,
@@ -60,7 +60,8 @@ def estimate_zero_memory(
         stage: 0 (no ZeRO: every rank has all), 1 or 2.
         dtype: dtype of the parameters if a number is given.
         states_per_parameter: State values of the optimizer per parameter: 2 for Adam, 1 for SGD with momentum.
-        bucket_cap_mb: As of ZeroOptimizer; two buckets come on top.
+        bucket_cap_mb: As of ZeroOptimizer; two buckets come on top. None is its 100 of CUDA devices, and without ZeRO
+            the 25 of DistributedDataParallel.
         offload_optimizer: As of ZeroOptimizer.
         grad_compression: As of ZeroOptimizer.
         param_compression: As of ZeroOptimizer.
@@ -88,6 +89,8 @@ def estimate_zero_memory(
                 continue
             master = FLOAT_BYTES if kind.itemsize < FLOAT_BYTES or is_ahead else 0
             states += numel * (states_per_parameter * max(kind.itemsize, FLOAT_BYTES) + master)
+    if bucket_cap_mb is None:
+        bucket_cap_mb = DEFAULT_BUCKET_MB_ON_CUDA if stage else DDP_BUCKET_MB
     buckets = min(2 * int(bucket_cap_mb * BYTES_PER_MB), 2 * gradients) if world_size > 1 else 0
     if stage >= 1:
         states = -(-states // world_size)

@@ -100,6 +100,9 @@ def test_estimates_are_the_formulas() -> None:
             found = estimate_zero_memory(psi, world_size, stage, dtype=torch.bfloat16, bucket_cap_mb=0)
             assert found.total == psi * fixed + psi * shared // world_size
     assert estimate_zero_memory(psi, 2, 2, bucket_cap_mb=25).buckets == 50 * 2**20
+    assert estimate_zero_memory(psi, 2, 0).buckets == 50 * 2**20  # DistributedDataParallel's
+    on_gpus = ZeroConfig().on(torch.device("cuda"))
+    assert estimate_zero_memory(psi, 2, 2).buckets == 2 * 4 * on_gpus.reduce_numel
     model = nn.Linear(10, 10)
     model.bias.requires_grad_(False)
     assert estimate_zero_memory(model, 1, 1) == estimate_zero_memory(100, 1, 1).__class__(440, 400, 800, 0)
