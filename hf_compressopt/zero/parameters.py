@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from operator import is_not
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class PartitionedParameters:
         self.known = self.reducer.known
         self._in_order: list[int] = []
         self._frozen: dict[int, tuple[int, Tensor]] = {}  # by id: number of the param group, and the parameter
+        self._in_groups: dict[int, list[Tensor]] = {}  # the parameters that each param group had when it was added
         self._ranks_checked = False  # by check_ranks_agree(); not after a load
         self.bits_per_parameter: float | None = None  # of the exact parameters in the last step
         self._holds_masters = False  # the parameters are the masters for now, and not the replicas that the ranks train
@@ -75,6 +77,7 @@ class PartitionedParameters:
         """Lay out the trainable parameters that are not known yet of the param groups of these numbers."""
         added, known = list[TrainedParameter](), {id(tensor) for tensor in self.tensors}
         for number in numbers:
+            self._in_groups[number] = list(groups[number]["params"])
             for found in self._in_group(groups[number], number):
                 if not found.tensor.requires_grad:
                     self._frozen[id(found.tensor)] = (number, found.tensor)
@@ -161,7 +164,18 @@ class PartitionedParameters:
         return self._in_order
 
     def unfrozen(self, groups: Sequence[dict[str, Any]]) -> list[int]:
-        """List the numbers of the param groups that have parameters which were frozen and no longer are, checked."""
+        """List the numbers of the param groups that have parameters which were frozen and no longer are, checked.
+
+        Raises a ValueError if other code has put parameters into the param groups, or has taken some out.
+        """
+        known, now = list(self._in_groups.values()), [group["params"] for group in groups]
+        alike = list(map(len, known)) == list(map(len, now))
+        if not alike or any(map(is_not, chain.from_iterable(known), chain.from_iterable(now))):
+            raise ValueError(
+                "the param groups have other parameters than those of which the ZeroOptimizer has shared out the "
+                "state: add parameters by add_param_group(), leave some out by requires_grad_(False), and make the "
+                "optimizer anew for a model whose parameters were replaced"
+            )
         found = sorted({number for number, tensor in self._frozen.values() if tensor.requires_grad})
         for number in found:
             check_parameters(groups[number], number, self.config)

@@ -184,6 +184,31 @@ def test_torchs_clipping_is_refused_by_name(rank: int, world_size: int) -> None:
     assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)) == 0
 
 
+@on_ranks(2)
+def test_param_groups_keep_their_parameters(rank: int, world_size: int) -> None:
+    """One that other code puts into a group would not move, and one that it takes out would."""
+    model, new = net(3), nn.Parameter(torch.ones(24, 24))
+    optimizer = ZeroOptimizer([{"params": [p]} for p in model.parameters()], torch.optim.SGD, lr=0.1)
+    before, first, last = bits(model), optimizer.param_groups[0]["params"], optimizer.param_groups[-1]
+    for changed in ([first[0], new], [new], []):
+        if rank == 1:
+            first[:] = changed
+        loss_of(model, rank, 0).backward()
+        with pytest.raises((ValueError, RuntimeError), match="add_param_group" if rank else r"1 other rank\(s\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+        first[:] = [model[0].weight]
+    optimizer.param_groups.pop()
+    loss_of(model, rank, 0).backward()
+    with pytest.raises(ValueError, match="add_param_group"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups.append(last)
+    assert not list(different(bits(model), before))
+    train(rank, model, optimizer)
+    assert list(different(bits(model), before))
+
+
 def owners(kind: str, params: Any, **options: Any) -> Any:
     if kind == "zero":
         return ZeroOptimizer(params, torch.optim.SGD, lr=1.0, clip_grad=options.get("max_grad_norm", 0.0))
