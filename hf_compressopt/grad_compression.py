@@ -275,9 +275,9 @@ class GradientCompression:
 
         Returns:
             ``steps_not_finite``; ``bytes_sent_step`` and ``bytes_sent`` (in the hierarchical topology to other nodes
-            only, beside ``bytes_sent_in_node``); ``compression_ratio`` (bytes that DDP would send for gradients of
-            these dtypes over bytes sent, of the last step; in the hierarchical topology both on the link of a node);
-            ``bytes_uncompressed`` and ``bytes_on_link``, both sums for all steps of this process;
+            only, beside ``bytes_sent_in_node`` and ``node_size``); ``compression_ratio`` (bytes that DDP would send for
+            gradients of these dtypes over bytes sent, of the last step; in the hierarchical topology both on the link
+            of a node); ``bytes_uncompressed`` and ``bytes_on_link``, both sums for all steps of this process;
             ``seconds_communication`` (host seconds blocked so far).
         """
         place, spoilt = self.communicator.topology, {"steps_not_finite": float(self.steps_not_finite)}

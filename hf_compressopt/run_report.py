@@ -27,6 +27,7 @@ class Line:
     plain: float  # that DDP would have sent in it
     total: float  # bytes so far
     stage: float | None  # of a compressed optimizer
+    node_size: float  # ranks that send so much over the link of a node
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,7 +68,7 @@ def find_state(folder: Path) -> Path:
 
 
 def read(path: Path) -> tuple[list[Line], dict[str, float]]:
-    """Return the lines of the log, and the bytes that were sent and that DDP would have sent in the whole run."""
+    """Return the lines of the log, and the bytes over a node's link in the whole run: sent, and those of DDP."""
     try:
         history = json.loads(path.read_text())["log_history"]
         rows = [row for row in history if "loss" in row and f"{_PREFIX}bytes_sent" in row]
@@ -81,18 +82,25 @@ def read(path: Path) -> tuple[list[Line], dict[str, float]]:
             "--optim_args grad_compression=int4 or an optimizer of this package?"
         )
     whole = last.get(f"{_PREFIX}bytes_on_link", 0)
-    if last and whole >= lines[-1].total:  # of a run that was resumed it is what came since then alone
+    if (
+        last and whole >= lines[-1].total * lines[-1].node_size
+    ):  # of a run that was resumed it is what came since then alone
         return lines, {"sent": whole, "plain": last[f"{_PREFIX}bytes_uncompressed"]}
-    steps = [line.total - before for line, before in zip(lines, [0.0, *(line.total for line in lines)], strict=False)]
-    plain = sum(sent * line.plain / line.sent for sent, line in zip(steps, lines, strict=True) if line.sent)
-    return lines, {"sent": lines[-1].total, "plain": plain}
+    sent = plain = before = 0.0
+    for line in lines:
+        on_link = (line.total - before) * line.node_size
+        sent += on_link
+        plain += on_link * line.plain / line.sent if line.sent else 0.0
+        before = line.total
+    return lines, {"sent": sent, "plain": plain}
 
 
 def _line(row: dict[str, Any]) -> Line:
     sent = float(row[f"{_PREFIX}bytes_sent_step"])
     plain, stage = sent * float(row[f"{_PREFIX}compression_ratio"]), row.get(f"{_PREFIX}stage")
     loss, total = float(row["loss"]), float(row[f"{_PREFIX}bytes_sent"])
-    return Line(int(row["step"]), loss, sent, plain, total, None if stage is None else float(stage))
+    node_size = float(row.get(f"{_PREFIX}node_size", 1))
+    return Line(int(row["step"]), loss, sent, plain, total, None if stage is None else float(stage), node_size)
 
 
 def _text(lines: list[Line], totals: dict[str, float]) -> list[str]:

@@ -126,15 +126,16 @@ def test_estimate_is_the_formula_per_rank(capsys: pytest.CaptureFixture[str]) ->
     assert freed == pytest.approx(7 * (2 + 4 / 32 + 8 / 32 + errors + 65 / 64), rel=3e-3)  # and a bucket
 
 
-def history(steps: int) -> list[dict[str, Any]]:
+def history(steps: int, node_size: int = 1) -> list[dict[str, Any]]:
     """Log lines of a run whose compressed stage begins after half of its steps."""
+    more = {"compressopt/node_size": float(node_size)} if node_size > 1 else {}
     rows, total = [], 0
     for step in range(1, steps + 1):
         sent = 2_000_000 if step <= steps // 2 else 500_000
         total += sent
         numbers = {"bytes_sent": total, "bytes_sent_step": sent, "compression_ratio": 16e6 / sent}
         row = {"step": step, "loss": 3 / step, **{f"compressopt/{name}": number for name, number in numbers.items()}}
-        rows.append({**row, "compressopt/stage": float(step > steps // 2)})
+        rows.append({**row, **more, "compressopt/stage": float(step > steps // 2)})
     return rows
 
 
@@ -157,6 +158,13 @@ def test_the_report_of_a_run_begins_with_its_totals(tmp_path: Path, capsys: pyte
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [*history(40), resumed]}))  # at step 30
     facts = json.loads(call(["report", str(tmp_path), "--json"], capsys)[1])
     assert (facts["sent"], facts["plain"]) == (50e6, 640e6)
+    on_link = 4 * (5 * 2_000_000 + 20 * 500_000)
+    resumed |= {"compressopt/bytes_on_link": on_link, "compressopt/bytes_uncompressed": 4 * 25 * 16_000_000}
+    for ended in (True, False):  # all four ranks of a node send so much; resumed at step 15
+        rows = [*history(40, node_size=4), *([resumed] if ended else [])]
+        (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+        facts = json.loads(call(["report", str(tmp_path), "--json"], capsys)[1])
+        assert (facts["sent"], facts["plain"]) == (200e6, 2560e6)
     (tmp_path / "trainer_state.json").unlink()
     assert json.loads(call(["report", str(tmp_path), "--json"], capsys)[1])["log"].endswith("40/trainer_state.json")
     for place, text, said in (

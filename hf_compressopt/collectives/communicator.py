@@ -104,6 +104,7 @@ class Traffic:
         here = self.total_bytes - self.bytes["before_resume"]
         return {
             **({"bytes_sent_in_node": float(inside)} if inside else {}),
+            **({"node_size": float(node_size)} if node_size > 1 else {}),
             "bytes_sent_step": float(sent),
             "bytes_sent": float(self.total_bytes),
             "compression_ratio": full / (sent * node_size) if sent > 0 else 1.0,

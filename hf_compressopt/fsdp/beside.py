@@ -255,6 +255,7 @@ def together(units: dict[str, float], full: float, beside: GradientCompression) 
     found = {name: value + units.get(name, 0.0) for name, value in own.items()}
     found["steps_not_finite"] = max(own["steps_not_finite"], units["steps_not_finite"])  # mostly those of one step
     found["compression_ratio"] = whole / on_link if on_link else 1.0
+    found.pop("node_size", None)  # that of the smaller part
     return found
 
 

@@ -15,7 +15,7 @@ from hf_compressopt.schedules import AUTO
 
 logger = logging.getLogger(__name__)
 _LOGGED = (
-    *("stage", "zero_stage", "bytes_sent", "bytes_sent_step", "bytes_sent_in_node"),
+    *("stage", "zero_stage", "bytes_sent", "bytes_sent_step", "bytes_sent_in_node", "node_size"),
     *("compression_ratio", "bits_per_parameter", "seconds_communication", "gradient_noise_scale"),
 )
 _steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of the run, by optimizer

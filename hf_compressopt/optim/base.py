@@ -847,13 +847,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
         Returns:
             ``stage`` (0.0 is the warmup stage), ``step``, ``skipped_steps``, ``rounds`` (steps with an average or a
-            message); ``bytes_sent_step`` and ``bytes_sent`` by this rank, if hierarchical to other nodes, and
-            ``bytes_sent_in_node``; ``compression_ratio`` (bytes that DDP would send for gradients of these dtypes over
-            those of the last step, on the link of a node); ``bytes_uncompressed`` and ``bytes_on_link``, both sums for
-            all steps of this process; seconds that the host was blocked, ``seconds_all_to_all``,
-            ``seconds_all_gather`` and ``seconds_communication``; ``gradient_noise_scale`` in batches of one rank, once
-            local gradients were clipped by clip="sketch". Of 0/1 Adam's local steps bytes are means since the last
-            call that had a sync to report.
+            message); ``bytes_sent_step`` and ``bytes_sent`` by this rank, if hierarchical to other nodes, with
+            ``bytes_sent_in_node`` and ``node_size``; ``compression_ratio`` (bytes that DDP would send for gradients of
+            these dtypes over those of the last step, on the link of a node); ``bytes_uncompressed`` and
+            ``bytes_on_link``, both sums for all steps of this process; seconds that the host was blocked,
+            ``seconds_all_to_all``, ``seconds_all_gather`` and ``seconds_communication``; ``gradient_noise_scale`` in
+            batches of one rank, once local gradients were clipped by clip="sketch". Of 0/1 Adam's local steps bytes are
+            means since the last call that had a sync to report.
         """
         return self._metrics(self.traffic.mean_bytes())
 

@@ -556,8 +556,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         ``compression_ratio`` is the bytes that DDP would send for gradients of these dtypes over those of the last
         step; ``bytes_uncompressed`` and ``bytes_on_link`` are both sums for all steps of this process. In the
-        hierarchical topology bytes are those to other nodes, beside ``bytes_sent_in_node``. ``bits_per_parameter`` are
-        those of the 16-bit parameters that the last step has sent as their changes, if there are any.
+        hierarchical topology bytes are those to other nodes, beside ``bytes_sent_in_node`` and ``node_size``.
+        ``bits_per_parameter`` are those of the 16-bit parameters that the last step has sent as their changes, if there
+        are any.
         """
         place = self.communicator.topology
         full = all_reduce_bytes(self.trainable_parameters, place.world_size)

@@ -321,6 +321,7 @@ def test_trainer_trains_in_two_levels(optim: str, tmp_path: Path) -> None:
     assert losses(levels) == pytest.approx(losses(flat), abs=0.1)
     one, two = ([row for row in result["history"] if "loss" in row][-1] for result in (flat, levels))
     assert "compressopt/bytes_sent_in_node" not in one and two["compressopt/bytes_sent_in_node"] > 0
+    assert "compressopt/node_size" not in one and two["compressopt/node_size"] == 2
     if optim != "onebit_adam":  # OnebitAdam's sketch is most of what it sends for so small a model
         # a rank's part to 1 other rank instead of to 3, beside small tensors in full
         assert two["compressopt/bytes_sent_step"] < 0.5 * one["compressopt/bytes_sent_step"]
