@@ -118,8 +118,28 @@ def _partitioned(optimizer: torch.optim.Optimizer, **zero: Any) -> torch.optim.O
     values = {**vars(optimizer), **optimizer.defaults}
     names = [name for name in inspect.signature(type(optimizer).__init__).parameters if name in values]
     inner = {name: values[name] for name in names if name not in ("self", "params")}
+    if lost := _lost(optimizer, inner):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name} was given something that cannot be read from it, and would be lost where it is made anew for ZeRO "
+            f"({lost}): give prepare a ZeroOptimizer(params, {name}, ...) with the options of {name}"
+        )
     optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether it ever steps
     return ZeroOptimizer(optimizer.param_groups, type(optimizer), **zero, **inner)
+
+
+def _lost(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> str:
+    """Say what an optimizer that is made anew with these options has otherwise than a fresh one; "" if nothing."""
+    try:
+        anew = vars(type(optimizer)([torch.zeros(1, requires_grad=True)], **options))
+    except TypeError as error:
+        return str(error)
+    numbers = {name: value for name, value in anew.items() if isinstance(value, (int, float, str, tuple))}
+    return ", ".join(
+        f"{name} is {vars(optimizer)[name]!r}, and would be {value!r}"
+        for name, value in numbers.items()
+        if name in vars(optimizer) and vars(optimizer)[name] != value
+    )
 
 
 def _is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:

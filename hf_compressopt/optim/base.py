@@ -217,6 +217,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what was pickled, and show the state that lies in the buffers: a pickle holds copies of views."""
         super().__setstate__(state)
+        watch_clipping(self)
         for group in self._states:
             for index, param in enumerate(group.params):
                 shown = group.torch_state(index)

@@ -1,5 +1,6 @@
 """The warmup stage with gradients of 4, 8 and 16 bits: simulations, AdamW, and DDP's hook beside a plain loop."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,7 @@ def test_gradients_of_any_layout_are_averaged_as_plain_ones(rank: int, world_siz
         torch.testing.assert_close(plain, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("way", ["optimizer", "step", "torch"])
+@pytest.mark.parametrize("way", ["optimizer", "step", "torch", "torch in a copy"])
 @on_ranks(2)
 def test_errors_of_unclipped_gradients_are_clipped_as_the_momentum_at_the_switch(
     rank: int, world_size: int, way: str
@@ -277,6 +278,8 @@ def test_errors_of_unclipped_gradients_are_clipped_as_the_momentum_at_the_switch
     for limit in (1e9, 1.0):
         options = {"max_grad_norm": limit} if way == "step" else {}
         params, optimizer = make(4, **options)
+        if way == "torch in a copy":
+            params, optimizer = copy.deepcopy((params, optimizer))
         norm = 0.0
         for step in range(optimizer.freeze_step):
             give(params, rank, step)
@@ -284,7 +287,7 @@ def test_errors_of_unclipped_gradients_are_clipped_as_the_momentum_at_the_switch
             norm = float(torch.cat([p.grad.flatten() for p in params]).norm())
             if way == "optimizer":
                 optimizer.clip_grad_norm_(limit)
-            elif way == "torch":
+            elif way != "step":
                 torch.nn.utils.clip_grad_norm_(params, limit)
             optimizer.step()
         assert optimizer.plan.stage.number == 1

@@ -148,6 +148,21 @@ def test_the_plugin_sees_the_bits_of_a_made_optimizer() -> None:
         CompressOptPlugin(zero_stage=2).convert(made)
 
 
+class Boosted(torch.optim.SGD):
+    """It keeps an option under another name, as lion_pytorch's Lion does with decoupled_weight_decay."""
+
+    def __init__(self, params: Any, lr: float, boost: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+        self._times = boost
+
+
+def test_the_plugin_loses_no_option_of_a_made_optimizer() -> None:
+    params, plugin = [nn.Parameter(torch.ones(3))], CompressOptPlugin(zero_stage=2)
+    with pytest.raises(ValueError, match=r"_times is 5.0, and would be 1.0.*ZeroOptimizer\(params, Boosted, ...\)"):
+        plugin.convert(Boosted(params, lr=0.5, boost=5.0))
+    assert plugin.convert(Boosted(params, lr=0.5)).param_groups[0]["lr"] == 0.5
+
+
 def test_frozen_parameters_may_be_of_any_dtype() -> None:
     whole = nn.Parameter(torch.arange(3), requires_grad=False)
     weight = nn.Parameter(torch.ones(3))
