@@ -624,11 +624,17 @@ def load_shards(
             loading.callback(optimizer.own_parameters_restorer())  # the host loads one model into all ranks next
 
 
-def load_compressions(compressions: Sequence[GradientCompression | FSDPCompression], directory: str) -> None:
-    """Load the errors that :func:`save_states` saved; without them the errors start at zero. All ranks call."""
+def load_compressions(
+    compressions: Sequence[GradientCompression | FSDPCompression], directory: str, *, outdated: bool = False
+) -> None:
+    """Load the errors that :func:`save_states` saved; without them the errors start at zero. All ranks call.
+
+    ``outdated``: those that are there belong to an earlier checkpoint in the same folder.
+    """
     for number, state in enumerate(compressions):
         prefix = _errors_prefix(number)
-        if any(state.communicator.all_gather_object(io.has_checkpoint(directory, prefix=prefix))):
+        are_there = any(state.communicator.all_gather_object(io.has_checkpoint(directory, prefix=prefix)))
+        if are_there and not outdated:
             io.load_state(state, directory, prefix=prefix)
         elif state.communicator.rank == 0:
             logger.warning(

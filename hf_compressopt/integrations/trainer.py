@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -310,7 +312,10 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
     if checkpoint is None or not isinstance(inner, torch.optim.Optimizer):
         return original(self, checkpoint)
     io.wait_for_saves()
-    accelerate.load_compressions(attachment_of(self).models.compressions(), checkpoint)
+    if compressions := attachment_of(self).models.compressions():
+        ranks = TorchCommunicator(device=self.args.device, alone=self.accelerator.num_processes == 1)
+        outdated = any(ranks.all_gather_object(_was_saved_without_compression(checkpoint)))  # one may have the file
+        accelerate.load_compressions(compressions, checkpoint, outdated=outdated)
     if not accelerate.is_saved_in_shards(checkpoint, "optimizer.pt", inner, self.args.device):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
         if not has_plain and saves_shards(inner):
@@ -319,6 +324,19 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
     io.load_state(inner, checkpoint, names=parameter_names(inner, [self.model]))
     with io.state_is_loaded(inner):
         return original(self, checkpoint)
+
+
+def _was_saved_without_compression(checkpoint: str) -> bool:
+    """Return whether the run that wrote a checkpoint compressed nothing, by the line that it logged in this step.
+
+    A run without this package leaves the errors of an earlier one in the folder.
+    """
+    try:
+        state = json.loads(Path(checkpoint, trainer.TRAINER_STATE_NAME).read_text())
+        lines = [row for row in state["log_history"] if "loss" in row and row["step"] == state["global_step"]]
+    except (OSError, ValueError, KeyError, TypeError):  # the file may be missing or damaged, as Trainer tells itself
+        return False
+    return bool(lines) and not any(name.startswith(f"{io.DEFAULT_PREFIX}/") for name in lines[-1])
 
 
 def _get_last_checkpoint(original: Callable[[str], str | None], folder: str) -> str | None:

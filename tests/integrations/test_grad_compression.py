@@ -68,6 +68,25 @@ def test_a_checkpoint_that_replaces_another_keeps_none_of_its_errors(tmp_path: P
             shutil.copy(file, file.with_name(file.name.replace("_gradients", "_2_gradients")))
 
 
+@loads_optimizer_pt
+def test_errors_that_a_run_without_this_package_has_left_are_not_loaded(tmp_path: Path) -> None:
+    """It knows nothing of the files in the folder into which it saves."""
+    arguments = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2, "max_steps": 2, "logging_steps": 1}
+    checkpoint, beside = tmp_path / "checkpoint-2", tmp_path / "beside"
+    beside.mkdir()
+    run({**arguments, "optim_args": "grad_compression=int4"}, tmp_path)
+    for file in checkpoint.glob("compressopt*"):
+        shutil.copy(file, beside)
+    run(arguments, tmp_path)
+    again = {**arguments, "optim_args": "grad_compression=int4", "save_strategy": "no", "max_steps": 4}
+    without = run(again, tmp_path, resume=str(checkpoint))
+    for file in beside.iterdir():
+        shutil.copy(file, checkpoint)
+    with_old_errors = run(again, tmp_path, resume=str(checkpoint))
+    for mine, theirs in zip(with_old_errors, without, strict=True):
+        assert equal_params(mine["params"], theirs["params"])
+
+
 @pytest.mark.parametrize(("optimizer", "accumulate"), [("AdamW", 1), ("SGD", 2)])
 @on_ranks(2, timeout=120)
 def test_accelerate_compresses_for_any_optimizer(rank: int, world_size: int, optimizer: str, accumulate: int) -> None:
