@@ -20,7 +20,7 @@ import torch
 VARIABLE = "HF_COMPRESSOPT_KERNELS"
 CHOICES = ("native", "reference")
 
-_ABI_VERSION = 11
+_ABI_VERSION = 12
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
 _DEVICE_ERROR = 3  # co_status of a failure that may pass
@@ -40,6 +40,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_compress": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
     "co_average_compress": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
     "co_decompress": [c_void_p, c_void_p],
+    "co_add_average": [c_void_p, c_void_p, c_int64, c_float, c_float],
     "co_combine": [c_void_p, c_void_p, c_int64],
     "co_sum_rows": [c_void_p, c_int32, c_int64, c_void_p, c_int64, c_float],
     "co_compress_integers": [c_void_p] * 4 + [c_int64, c_int32, c_int32],

@@ -397,10 +397,12 @@ def mean_(form: IntegerFormat, messages: Tensor, out: Tensor, world_size: int, f
 
 
 def add_(y: Average, outputs: Sequence[Segment], decay: float = 0.0, scale: float = 1.0) -> None:
-    assert y.messages is not None
-    use = Operands(y.messages.device, y.numel)
+    given = y.messages if y.values is None else y.values
+    assert given is not None
+    use = Operands(given.device, y.numel)
+    name = "co_add_integers" if isinstance(y.form, IntegerFormat) else "co_add_average"
     table, count, _ = use.segments("outputs", outputs)
-    call("co_add_integers", use.device, use.average(y), table, count, decay, scale)
+    call(name, use.device, use.average(y), table, count, decay, scale)
     mark_written([], outputs)
 
 

@@ -248,7 +248,7 @@ def mean_(form: IntegerFormat, messages: Tensor, out: Tensor, world_size: int, f
 
 
 def add_(y: Average, outputs: Sequence[Segment], decay: float = 0.0, scale: float = 1.0) -> None:
-    """Add an average of integers to tensors: outputs <- outputs * decay + y * scale, each operation rounded to float32.
+    """Add an average to tensors: outputs <- outputs * decay + y * scale, each operation rounded to float32.
 
     Outputs are written in their own dtypes, and not read if decay is 0. Segments without a tensor are left alone.
     """

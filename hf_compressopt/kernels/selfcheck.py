@@ -155,13 +155,16 @@ def _apply(kernels: Any, data: Data) -> Written:
     fresh, factors, rates = data.positive(), data.positive(len(params)), data.positive(len(params))
     kernels.lamb_moments_(reference.LambMoments(y, m, fresh, v, params, factors, sums, options))
     kernels.lamb_apply_(m, v, params, rates, options)
+    outputs = data.tensors()
+    kernels.add_(reference.Average.of(out), outputs, 0.0, 0.5)
+    kernels.add_(y, outputs, 0.5, 2.0)
     values = data.normal()
     kernels.decompress_(y, values)
     for dtype, factor in zip(DTYPES, (1.0, 0.3, 1.0), strict=True):
         total = data.normal()
         kernels.sum_rows_(data.normal(_RANKS * data.numel, dtype).view(_RANKS, -1), total, factor)
         yield total, 0.0
-    yield from ((tensor, 0.0) for tensor in (out, values, m, u, anchor, fresh, *tensors_of(params)))
+    yield from ((tensor, 0.0) for tensor in (out, values, m, u, anchor, fresh, *tensors_of([*params, *outputs])))
     yield sums / data.numel, SUMS
 
 

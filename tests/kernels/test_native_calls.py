@@ -144,6 +144,8 @@ def test_wrong_tensors_are_refused() -> None:
         (lambda: native.average_compress_(INTS, ints, error, torch.ones(81), ints, 1), "new_error must have 80"),
         (lambda: native.mean_(INTS, ints, x, 2, 0.5), "messages must have 96 elements, got 48"),
         (lambda: native.add_(y, half[:1], 1.0, 1.0), "outputs must cover 80 elements, got 40"),
+        (lambda: native.add_(Average.of(x), half[:1]), "outputs must cover 80 elements, got 40"),
+        (lambda: native.add_(Average.of(x.double()), half), "values must be a contiguous torch.float32 tensor"),
         (lambda: native.decompress_(Average(80, INTS, ints, 2, 16), x), "stride must be at least 32"),
         (lambda: native.decompress_(Average(80, INTS, ints[:32], 1, 48), x), "have 48 bytes or more"),
         (
@@ -180,6 +182,7 @@ def test_the_c_interface_refuses_in_words() -> None:
     both, values, compact = ErrorsRecord(some, sent), ErrorsRecord(some, None), ErrorsRecord(None, sent)
     variance, last = VarianceRecord(None, some, None), AverageRecord(sent, None, 16, 0, 16, 1)
     z = CombinationRecord(None, addressof(last), None, 0, None, 1.0, 1.0)
+    wide, none = AverageRecord(None, some, 16, 0, 0, 1), AverageRecord(None, None, 8, 0, 0, 1)
     apply = y, None, byref(variance), params, count, None, 1.0, descent
     for function, arguments, words in (
         ("co_compress", (zero, None, 1, 8, 0, 1), "co_compress: error is null"),
@@ -188,6 +191,8 @@ def test_the_c_interface_refuses_in_words() -> None:
         ("co_average_integers", (sent, byref(values), byref(compact), sent, 8, 8, 1), "new_error have two forms"),
         ("co_sum_rows", (some, 3, 2, some, 4, 1.0), "co_sum_rows: the rows have dtype 3; known are 0 to 2"),
         ("co_sum_rows", (some, 0, 0, some, 8, 1.0), "co_sum_rows: count must be >= 1, got 0"),
+        ("co_add_average", (byref(wide), params, count, 0.0, 1.0), "the segments have 8 elements, the bucket has 16"),
+        ("co_add_average", (byref(none), params, count, 0.0, 1.0), "co_add_average: neither messages nor values"),
         ("co_combine", (byref(z), some, 8), "co_combine: last has 16 elements, the bucket has 8"),
         ("co_decode_integers", (byref(IntegersRecord(sent, 8, 48, 1, 5)), some), "bits must be 4 or 8, got 5"),
         ("co_sketch", (params, count, -1, 0, some, some), "co_sketch: offset must be >= 0, got -1"),
@@ -222,6 +227,10 @@ def test_what_is_written_gets_a_new_version() -> None:
     assert (grad._version, error._version, messages._version) == (0, 0, 1)
     native.add_(Average(80, INTS, messages, 1, 48), [Segment(grad, 0, 80, 0)])
     assert (grad._version, error._version, messages._version) == (1, 0, 1)
+    native.add_(Average.of(x), [Segment(grad, 0, 40, 0), Segment(None, 0, 40, 1)])
+    native.add_(Average.of(x), [Segment(None, 0, 80, 0)])
+    native.add_(Average.of(x[:0]), [])
+    assert (grad._version, x._version) == (2, 0)
 
 
 @pytest.mark.parametrize("form", [SIGNS, SignFormat(None), INTS, IntegerFormat(8)], ids=str)

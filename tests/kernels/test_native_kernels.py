@@ -57,18 +57,19 @@ def test_pieces_of_several_threads(device: torch.device, form: Form) -> None:
     for compact in (True, False):
         cases.check_average_compress(device, form, 300_001, 5, shift=1, compact=compact)
     cases.check_decompress(device, form, 70_001, 2)
+    cases.check_add(device, form, 700_001, 2, segments=7, decay=0.9, scale=2.0)
     if isinstance(form, IntegerFormat):
         cases.check_mean(device, form, 70_001, 5, shift=1)
-        cases.check_add(device, form, 70_001, 2, segments=7, decay=0.9, scale=2.0)
     else:
         cases.check_apply_adam(device, 700_001, 5, chunks=3, scale_block=form.scale_block, with_m=False, log=True)
 
 
-def test_adam_and_sketches_of_several_threads(device: torch.device) -> None:
+def test_adam_sketches_and_added_values_of_several_threads(device: torch.device) -> None:
     torch.set_num_threads(3)
     step = replace(cases.STEP, grad_scale=torch.tensor([3.0]), write_grads=True)
     cases.check_adam(CPU, (5, 700_001, 1000, 300_001), step, copies=True, shift=1)
     cases.check_sketch(device, 5_000_003, 9, offset=77)
+    cases.check_add(device, SignFormat(None), 700_001, 0, segments=7, decay=0.9, scale=2.0)
 
 
 def test_outputs_beyond_the_caches(device: torch.device) -> None:
@@ -78,6 +79,8 @@ def test_outputs_beyond_the_caches(device: torch.device) -> None:
         cases.check_average_compress(device, form, 4_300_003, 2)
         cases.check_decompress(device, form, 4_300_003, 1)
         cases.check_add(device, form, 4_300_003, 2, segments=7, decay=0.0, scale=2.0)
+    for scale in (1.0, 2.0):
+        cases.check_add(device, SignFormat(4096), 4_300_003, 0, segments=7, decay=0.0, scale=scale)
 
 
 def test_averages_of_every_number_of_ranks(device: torch.device) -> None:

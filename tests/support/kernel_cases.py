@@ -393,12 +393,25 @@ def check_mean(
 
 
 def check_add(
-    device: torch.device, form: IntegerFormat, numel: int, chunks: int, *, segments: int, decay: float, scale: float
+    device: torch.device, form: Form, numel: int, chunks: int, *, segments: int, decay: float, scale: float
 ) -> None:
     case = Pair(device, numel + 31 * chunks + segments)
     averages = average(case, form, numel, chunks)
     for k, y, outputs in case.sides(averages, case.segments(numel, segments, missing=True)[:2]):
         k.add_(y, outputs, decay, scale)
+
+
+def check_add_all_kinds_of_values(device: torch.device, dtype: torch.dtype) -> None:
+    """Every pair of special values: zeros keep their signs, and what is not read leaves no trace."""
+    values, outputs = SPECIAL.repeat(len(SPECIAL)), SPECIAL.repeat_interleave(len(SPECIAL)).to(dtype)
+    for decay, scale in ((0.0, 1.0), (0.0, 0.3), (1.0, 1.0), (0.9, -2.0)):
+        case, expected = Pair(device, 0), outputs.clone()
+        own, got = case.copy(values), case.copy(outputs)
+        for k, y, out in ((reference, values, expected), (native, own, got)):
+            k.add_(Average.of(y), [Segment(out, 0, len(values), 0)], decay, scale)
+        case.check()
+        assert_same_bits(own, values)
+        assert_same_bits_but_nan(got, expected)
 
 
 # -- what the optimizers do with the average --------------------------------------------------------------------------

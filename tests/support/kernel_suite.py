@@ -85,6 +85,18 @@ class KernelSuite:
         cases.check_add(device, form, 5003, 4, segments=40, decay=decay, scale=1.0)
         cases.check_add(device, form, 1009, 2, segments=800, decay=decay, scale=3.0)  # more than a table holds
 
+    @pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
+    def test_add_values_and_signs(self, device: torch.device, decay: float) -> None:
+        for numel in cases.NUMELS:
+            for chunks, form in ((0, cases.SignFormat(512)), (1, cases.SignFormat(None)), (3, cases.SignFormat(24))):
+                cases.check_add(device, form, numel, chunks, segments=1 + numel % 5, decay=decay, scale=numel % 3)
+        cases.check_add(device, cases.SignFormat(512), 1009, 0, segments=800, decay=decay, scale=3.0)
+        cases.check_add(device, cases.SignFormat(512), 5003, 2, segments=40, decay=decay, scale=1.0)
+
+    @pytest.mark.parametrize("dtype", cases.DTYPES)
+    def test_add_all_kinds_of_values(self, device: torch.device, dtype: torch.dtype) -> None:
+        cases.check_add_all_kinds_of_values(device, dtype)
+
     def test_combine(self, device: torch.device) -> None:
         for numel in cases.NUMELS:
             for with_x in (False, True):

@@ -28,7 +28,7 @@ extern "C" {
 #define CO_API __attribute__((visibility("default")))
 #endif
 
-#define CO_ABI_VERSION 11
+#define CO_ABI_VERSION 12
 
 typedef enum {
     CO_OK = 0,
@@ -134,6 +134,11 @@ CO_API int32_t co_average_compress(const uint8_t *messages, const co_errors *err
 /* out <- y. */
 CO_API int32_t co_decompress(const co_average *y, float *out, const co_exec *exec);
 
+/* outputs <- outputs * decay + y * scale, each operation rounded to float32, and the result to their dtype; where decay
+ * is 0 outputs <- y * scale, and are not read. outputs: data == NULL leaves the output alone. */
+CO_API int32_t co_add_average(const co_average *y, const co_segment *outputs, int64_t count, float decay, float scale,
+                              const co_exec *exec);
+
 /* out <- z. */
 CO_API int32_t co_combine(const co_combination *z, float *out, int64_t numel, const co_exec *exec);
 
@@ -168,8 +173,7 @@ CO_API int32_t co_average_integers(const uint8_t *messages, const co_errors *err
 CO_API int32_t co_mean_integers(const uint8_t *messages, float *out, int64_t numel, int32_t bits, int32_t world_size,
                                 float factor, const co_exec *exec);
 
-/* outputs <- outputs * decay + y * scale, each operation rounded to float32, and the result to their dtype; where decay
- * is 0 outputs <- y * scale, and are not read. outputs: data == NULL leaves the output alone. */
+/* outputs <- outputs * decay + y * scale, as co_add_average. */
 CO_API int32_t co_add_integers(const co_integers *y, const co_segment *outputs, int64_t count, float decay, float scale,
                                const co_exec *exec);
 

@@ -241,6 +241,15 @@ int32_t co_decompress(const co_average *y, float *out, const co_exec *exec) {
     return kernels().decompress(y, out, exec);
 }
 
+int32_t co_add_average(const co_average *y, const co_segment *outputs, int64_t count, float decay, float scale,
+                       const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_average(__func__, y));
+    CO_TRY(check_segments(__func__, outputs, count, y->numel, false));
+    if (y->numel == 0) return CO_OK;
+    return kernels().add_average(y, outputs, count, decay, scale, exec);
+}
+
 int32_t co_combine(const co_combination *z, float *out, int64_t numel, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_numel(__func__, numel));

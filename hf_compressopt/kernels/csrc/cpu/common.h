@@ -128,13 +128,21 @@ class Ahead {
     int count_ = 0;
 };
 
+/* Write value(i, lanes) of n elements past the caches. */
+template <class Value>
+inline void stream_each(float *out, int64_t n, const Value &value) {
+    int64_t before = static_cast<int64_t>(-(reinterpret_cast<uintptr_t>(out) / 4) & (kLanes - 1));
+    Part head{static_cast<int>(least(n, before))};
+    if (head.n > 0) head.put(out, value(0, head));
+    int64_t i = head.n;
+    for (; i + kLanes <= n; i += kLanes) stream(out + i, value(i, Full{}));
+    Part rest{static_cast<int>(n - i)};
+    if (rest.n > 0) rest.put(out + i, value(i, rest));
+}
+
 /* Copy past the caches. */
 inline void stream_copy(float *out, const float *in, int64_t n) {
-    int64_t head = least(n, static_cast<int64_t>(-(reinterpret_cast<uintptr_t>(out) / 4) & (kLanes - 1)));
-    if (head > 0) store(out, load(in, static_cast<int>(head)), static_cast<int>(head));
-    int64_t i = head;
-    for (; i + kLanes <= n; i += kLanes) stream(out + i, load(in + i));
-    if (i < n) store(out + i, load(in + i, static_cast<int>(n - i)), static_cast<int>(n - i));
+    stream_each(out, n, [in](int64_t i, auto lanes) { return lanes.get(in + i); });
 }
 
 /* A sum of squares: of even and of odd vectors, in sixteen lanes each, so that its order is the same everywhere. */

@@ -11,6 +11,7 @@ struct Kernels {
     decltype(&co_compress) compress;
     decltype(&co_average_compress) average_compress;
     decltype(&co_decompress) decompress;
+    decltype(&co_add_average) add_average;
     decltype(&co_combine) combine;
     decltype(&co_sum_rows) sum_rows;
     decltype(&co_apply_adam) apply_adam;

@@ -165,44 +165,6 @@ inline int32_t decode_integers(const co_integers *y, float *out, const co_exec *
     return CO_OK;
 }
 
-/* outputs of [begin, end) <- values * scale; values points to the element begin, and may change if float32 outputs go
- * past the caches. */
-inline void write_outputs(const Segments &outputs, int64_t begin, int64_t end, float *values, float scale,
-                          bool past_caches) {
-    Vec by = set1(scale);
-    outputs.each(begin, end, [&](const co_segment &segment, int64_t offset, int64_t start, int64_t n) {
-        if (segment.data == nullptr) return;
-        if (past_caches && segment.dtype == CO_FLOAT32) {
-            float *from = values + (start - begin);
-            if (scale != 1.0f) {
-                each_vector(n, [=](int64_t i, auto lanes) { lanes.put(from + i, lanes.get(from + i) * by); });
-            }
-            return stream_copy(static_cast<float *>(element(segment.data, segment.dtype, offset)), from, n);
-        }
-        with_dtype(segment.dtype, [&](auto type) {
-            auto *to = static_cast<typename decltype(type)::type *>(element(segment.data, segment.dtype, offset));
-            const float *from = values + (start - begin);
-            each_vector(n, [&](int64_t i, auto lanes) { lanes.put(to + i, lanes.get(from + i) * by); });
-        });
-    });
-}
-
-/* outputs of [begin, end) <- outputs * decay + values * scale; values points to the element begin. */
-inline void add_to_outputs(const Segments &outputs, int64_t begin, int64_t end, const float *values, float decay,
-                           float scale) {
-    Vec keep = set1(decay), by = set1(scale);
-    outputs.each(begin, end, [&](const co_segment &segment, int64_t offset, int64_t start, int64_t n) {
-        if (segment.data == nullptr) return;
-        with_dtype(segment.dtype, [&](auto type) {
-            auto *to = static_cast<typename decltype(type)::type *>(element(segment.data, segment.dtype, offset));
-            const float *from = values + (start - begin);
-            each_vector(n, [&](int64_t i, auto lanes) {
-                lanes.put(to + i, lanes.get(to + i) * keep + lanes.get(from + i) * by);
-            });
-        });
-    });
-}
-
 template <int kBits>
 inline int32_t add_integers(const co_integers *y, const co_segment *out, int64_t count, float decay, float scale,
                             const co_exec *exec) {
@@ -214,11 +176,7 @@ inline int32_t add_integers(const co_integers *y, const co_segment *out, int64_t
         int64_t first = j * from.chunks.chunk + begin, n = end - begin;
         alignas(64) float values[kIntegerTile];
         from.from(j, begin).decode(n, values);
-        if (decay == 0.0f) {
-            write_outputs(outputs, first, first + n, values, scale, past_caches);
-        } else {
-            add_to_outputs(outputs, first, first + n, values, decay, scale);
-        }
+        add_to_outputs(outputs, first, first + n, values, decay, scale, past_caches);
     });
     return CO_OK;
 }

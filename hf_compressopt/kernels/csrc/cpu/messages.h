@@ -107,6 +107,32 @@ struct Average {
     }
 };
 
+/* outputs of [begin, end) <- outputs * decay + values * scale; values points to the element begin. Float32 outputs that
+ * are not read may go past the caches. */
+inline void add_to_outputs(const Segments &outputs, int64_t begin, int64_t end, const float *values, float decay,
+                           float scale, bool past_caches) {
+    Vec keep = set1(decay), by = set1(scale);
+    outputs.each(begin, end, [&](const co_segment &segment, int64_t offset, int64_t start, int64_t n) {
+        if (segment.data == nullptr) return;
+        const float *from = values + (start - begin);
+        auto scaled = [from, by](int64_t i, auto lanes) { return lanes.get(from + i) * by; };
+        void *out = element(segment.data, segment.dtype, offset);
+        if (decay == 0.0f && past_caches && segment.dtype == CO_FLOAT32) {
+            return stream_each(static_cast<float *>(out), n, scaled);
+        }
+        with_dtype(segment.dtype, [&](auto type) {
+            auto *to = static_cast<typename decltype(type)::type *>(out);
+            if (decay == 0.0f) {
+                each_vector(n, [=](int64_t i, auto lanes) { lanes.put(to + i, scaled(i, lanes)); });
+            } else {
+                each_vector(n, [=](int64_t i, auto lanes) {
+                    lanes.put(to + i, lanes.get(to + i) * keep + scaled(i, lanes));
+                });
+            }
+        });
+    });
+}
+
 int32_t decompress(const co_average *average, float *out, const co_exec *exec) {
     Average y(*average);
     bool past_caches = 4 * average->numel >= kStreamBytes;
@@ -120,6 +146,19 @@ int32_t decompress(const co_average *average, float *out, const co_exec *exec) {
         } else {
             y.write(begin, end, out + begin);
         }
+    });
+    return CO_OK;
+}
+
+int32_t add_average(const co_average *average, const co_segment *out, int64_t count, float decay, float scale,
+                    const co_exec *exec) {
+    Segments outputs(out, count);
+    if (outputs.missing()) return out_of_memory();
+    Average y(*average);
+    bool past_caches = 4 * average->numel >= kStreamBytes;
+    parallel_tiles(exec, average->numel * (8 + y.bytes()), average->numel, [&](int64_t begin, int64_t end) {
+        alignas(64) float scratch[kTile];
+        add_to_outputs(outputs, begin, end, y.read(begin, end, scratch), decay, scale, past_caches);
     });
     return CO_OK;
 }

@@ -7,7 +7,7 @@ namespace compressopt {
 
 const Kernels CO_PASTE(CO_VECTOR, _kernels) = {
     CO_VECTOR::kName,           CO_VECTOR::compress,     CO_VECTOR::average_compress, CO_VECTOR::decompress,
-    CO_VECTOR::combine,         CO_VECTOR::sum_rows,
+    CO_VECTOR::add_average,     CO_VECTOR::combine,      CO_VECTOR::sum_rows,
     CO_VECTOR::apply_adam,      CO_VECTOR::local_step,   CO_VECTOR::sync_parameters,
     CO_VECTOR::lamb_moments,    CO_VECTOR::lamb_apply,   CO_VECTOR::adam,             CO_VECTOR::square_sums,
     CO_VECTOR::copy,            CO_VECTOR::compress_integers, CO_VECTOR::average_integers,

@@ -1,4 +1,4 @@
-// Element by element, in one pass: decompress, combine, and what the optimizers do with the average.
+// Element by element, in one pass: decompress, add, combine, and what the optimizers do with the average.
 #include "message.cuh"
 #include "variance.cuh"
 
@@ -32,6 +32,15 @@ struct Decompress {
     Average y;
     float* out;
     __device__ void operator()(const Run&, int64_t i, Span span) const { store(out + i, y.at(i, span), span); }
+};
+
+struct AddAverage {
+    Average y;
+    Addition addition;
+
+    __device__ void operator()(const Run& run, int64_t i, Span span) const {
+        addition.to(run, i, span, [&] { return y.at(i, span); });
+    }
 };
 
 template <class First>
@@ -249,6 +258,16 @@ int32_t co_decompress(const co_average* y, float* out, const co_exec* exec) {
     if (y->numel == 0) return CO_OK;
     CO_REQUIRE(out, "out is null");
     return run(Decompress{Average(*y), out}, RunsOf(nullptr, nullptr, y->numel), 0, Place(*exec));
+}
+
+int32_t co_add_average(const co_average* y, const co_segment* outputs, int64_t count, float decay, float scale,
+                       const co_exec* exec) {
+    CO_REQUIRE(exec, "exec is null");
+    CO_TRY(check_average(y));
+    if (y->numel == 0) return CO_OK;
+    CO_REQUIRE(outputs, "outputs is null");
+    CO_TRY(check_segments(outputs, count, y->numel, "outputs"));
+    return run(AddAverage{Average(*y), Addition(decay, scale)}, RunsOf(outputs, nullptr, y->numel), count, Place(*exec));
 }
 
 int32_t co_combine(const co_combination* z, float* out, int64_t numel, const co_exec* exec) {

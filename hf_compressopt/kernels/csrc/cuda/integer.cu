@@ -242,14 +242,10 @@ struct ScaledSum {
 
 struct AddIntegers {
     Integers y;
-    Real decay, scale;
-    bool reads;  // the outputs
+    Addition addition;
 
     __device__ void operator()(const Run& run, int64_t i, Span span) const {
-        if (!run.param) return;
-        Quad values = y.at(i) * scale;
-        if (reads) values = run.param_of(run.load_param(i, span)) * decay + values;
-        run.store_param(i, values, span);
+        addition.to(run, i, span, [&] { return y.at(i); });
     }
 };
 
@@ -337,7 +333,7 @@ int32_t co_add_integers(const co_integers* y, const co_segment* outputs, int64_t
     CO_REQUIRE(outputs, "outputs is null");
     CO_TRY(check_segments(outputs, count, y->numel, "outputs"));
     const Integers values(y->messages, y->numel, y->world_size, y->bits, y->stride);
-    return run(AddIntegers{values, decay, scale, decay != 0.0f}, RunsOf(outputs, nullptr, y->numel), count, Place(*exec));
+    return run(AddIntegers{values, Addition(decay, scale)}, RunsOf(outputs, nullptr, y->numel), count, Place(*exec));
 }
 
 int32_t co_decode_integers(const co_integers* y, float* out, const co_exec* exec) {

@@ -99,6 +99,24 @@ __device__ inline void for_quads_ahead(const Item& item, Ask ask, Body body) {
     }
 }
 
+// Outputs, the parameters of runs, <- outputs * decay + values * scale; for operations of one pass.
+struct Addition {
+    Real decay, scale;
+    bool reads;  // the outputs
+    Addition(float keep, float by) : decay(keep), scale(by), reads(keep != 0.0f) {}
+
+    // ask() asks for the values.
+    template <class Ask>
+    __device__ void to(const Run& run, int64_t i, Span span, Ask ask) const {
+        if (!run.param) return;
+        RawQuad old = {};
+        if (reads) old = run.load_param(i, span);
+        Quad values = ask() * scale;
+        if (reads) values = run.param_of(old) * decay + values;
+        run.store_param(i, values, span);
+    }
+};
+
 // ---- host ------------------------------------------------------------------------------------------------------------
 
 inline co_status check_segments(const co_segment* segments, int64_t count, int64_t numel, const char* name) {
