@@ -34,7 +34,7 @@ from hf_compressopt.collectives.sender import (
 )
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
-from hf_compressopt.kernels import INTEGER_BITS, Combination, IntegerFormat, Segment
+from hf_compressopt.kernels import INTEGER_BITS, Average, Combination, IntegerFormat, Segment
 from hf_compressopt.kernels.memory import address_of, in_memory, is_direct, numbers_on, overwrite_, reads_at_once
 from hf_compressopt.kernels.messages import travels_in_full
 from hf_compressopt.schedules import Stage, StepPlan
@@ -146,15 +146,13 @@ class PlainBucket(GradientBucket):
         values = torch.empty(bucket.bucket.numel, dtype=torch.float32, device=ranks.device)
         # times 1/W first, as DDP does
         z = Combination(values.numel(), values.device, grads=segments, beta=1.0 / ranks.world_size)
-        kernels.on(values).combine_(z, values)
+        use = kernels.on(values)
+        use.combine_(z, values)
         values = values.to(bucket.dtype)
         handle = ranks.all_reduce(values)
         yield None
         handle.wait()
-        parts = torch.split(values, [segment.numel for segment in segments])
-        for segment, part in zip(segments, parts, strict=True):
-            if segment.tensor is not None:
-                segment.part.copy_(part)
+        use.add_(Average(values.numel(), values=values.float()), segments)
         return ~values.isfinite().all(), lambda dropped: None
 
 

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_compressopt import kernels
 from hf_compressopt.announce import Announcement
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.collectives.exchange import (
@@ -56,7 +57,7 @@ from hf_compressopt.grad_compression import (
     scale_of,
     warn_not_finite,
 )
-from hf_compressopt.kernels import Combination, IntegerFormat, Segment
+from hf_compressopt.kernels import Average, Combination, IntegerFormat, Segment
 from hf_compressopt.kernels.memory import reads_at_once
 from hf_compressopt.kernels.messages import travels_in_full
 from hf_compressopt.optim.math import bit_sum
@@ -178,9 +179,8 @@ class UnitErrors:
             sizes = [values.shape[1]] * count
             mean = yield from summed(values.view(-1), sizes, ranks, factor / count)
             faults.append(~mean.isfinite().all())
-            parts = torch.split(mean, [stop - start for start, stop in self._full])
-            for (start, stop), part in zip(self._full, parts, strict=True):
-                shard[start:stop] = part
+            places = [Segment(shard, start, stop - start, 0) for start, stop in self._full]
+            kernels.on(mean).add_(Average.of(mean), places)
 
         old, new = self._begin()
         run_tasks(average(*row) for row in zip(self.layout.buckets, old.feedback, new.feedback, strict=True))

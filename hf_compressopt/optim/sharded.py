@@ -146,23 +146,18 @@ def _step_of_bucket(
     update = _update(state, shared.number, mean, present, fused=fused) if mean.numel() else mean
     decay = 1 - float(state.options["lr"]) * state.options["weight_decay"]
     if bucket.in_full:
-        values = yield from _gather_chunks(state, shared.number, update)
-        with state.parameter_segments(bucket) as params:
-            for segment, change in zip(params, torch.split(values, [s.numel for s in params]), strict=True):
-                if segment.tensor is not None:
-                    factor = decay if present[segment.index] else 1.0
-                    segment.part.copy_(segment.part.float() * factor + change)
-        return
-    together, message = own_message(bucket.numel, form, state.communicator, state.device)
-    if mean.numel():
-        error = shared.old.server
-        kernels.on(message).compress_(form, Combination.of(update), error, message, 1, error)  # (3)
-    changes = yield from gather_messages(bucket.numel, together, form, state.communicator)
+        changes = Average.of((yield from _gather_chunks(state, shared.number, update)))
+    else:
+        together, message = own_message(bucket.numel, form, state.communicator, state.device)
+        if mean.numel():
+            error = shared.old.server
+            kernels.on(message).compress_(form, Combination.of(update), error, message, 1, error)  # (3)
+        changes = yield from gather_messages(bucket.numel, together, form, state.communicator)
     with state.parameter_segments(bucket) as params:  # (4)
         for here, factor in ((True, decay), (False, 1.0)):
             if any(present[segment.index] == here for segment in params):
                 chosen = [s if present[s.index] == here else replace(s, tensor=None) for s in params]
-                kernels.on(together).add_(changes, chosen, factor)
+                kernels.on(mean).add_(changes, chosen, factor)
 
 
 def _gather_chunks(state: GroupState, number: int, values: Tensor) -> Task[Tensor]:
@@ -204,8 +199,8 @@ def _mean_of_chunk(
         by_rank = torch.cat([chunks[chunk] for chunk in order])
         means = yield from summed(by_rank, numels, ranks, 1.0 / ranks.world_size)
         spans = [span for span in shards.spans[number] if state.in_full[span.index]]
-        for span, part in zip(spans, torch.split(means, [span.numel for span in spans]), strict=True):
-            part_of(mean, span).copy_(part)
+        places = [Segment(mean, span.offset, span.numel, span.index) for span in spans]
+        kernels.on(mean).add_(Average.of(means), places)
     return mean
 
 

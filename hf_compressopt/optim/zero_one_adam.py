@@ -198,8 +198,7 @@ class LocalInterval:
                 parts = [segment.part.float() for segment in moving]
                 mean = torch.cat(parts or [torch.empty(0, dtype=torch.float32, device=state.device)])
                 _average_(mean, state)
-                for segment, part in zip(moving, torch.split(mean, [s.numel for s in moving]), strict=True):
-                    segment.part.copy_(part)
+                kernels.on(mean).add_(Average.of(mean), moving)
 
     # -- syncs that do not follow from the anchor ---------------------------------------------------------------------
 

@@ -344,12 +344,13 @@ def test_a_scale_is_fetched_where_it_changes_and_not_in_backward() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Counts operators."""
+    """Counts operators, and copies among them."""
 
-    count = 0
+    count = copies = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
+        self.copies += func is torch.ops.aten.copy_.default
         return func(*args, **(kwargs or {}))
 
 
@@ -402,6 +403,27 @@ def test_a_full_step_of_lamb_takes_few_launches_per_tensor(
             optimizer.step()
         counts.append(calls.count)
     assert counts[1] - counts[0] <= 18 * (24 - 4)
+
+
+def copies_of_averages(rank: int, world_size: int, zero_stage: int | None, tensors: int) -> int:
+    """Copies of a step with small tensors, which travel in full precision."""
+    params = [nn.Parameter(torch.ones(16)) for _ in range(tensors)]
+    for param in params:
+        param.grad = torch.full_like(param, 0.1)
+    if zero_stage is None:
+        step = GradientCompression(params, "int4").average_gradients
+    else:
+        step = hf_compressopt.OnebitAdam(params, freeze_step=9, zero_stage=zero_stage, max_grad_norm=0.0).step
+    step()
+    with Calls() as calls:
+        step()
+    return calls.copies
+
+
+@pytest.mark.parametrize("zero_stage", [None, 1])
+def test_averages_in_full_precision_take_as_few_copies_of_many_tensors_as_of_few(zero_stage: int | None) -> None:
+    few, many = (run_ranks(2, copies_of_averages, zero_stage, tensors) for tensors in (4, 24))
+    assert few == many
 
 
 # -- kernels: each is one launch (tests/kernels/test_cuda_emulation.py) ------------------------------------------------
