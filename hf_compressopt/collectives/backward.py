@@ -91,6 +91,7 @@ class BackwardPasses(Sender):
         super().__init__()
         self.enabled = True
         self.done = self.detached = False
+        self.has_accumulated = False  # gradients may have come into p.grad, inside no_sync, that nobody has looked at
         self.name = name
         self._client = ref(client)
         self._communicator = communicator
@@ -155,7 +156,7 @@ class BackwardPasses(Sender):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients in ``p.grad`` inside; the next pass outside sends them with its own."""
-        before, self.enabled = self.enabled, False
+        before, self.enabled, self.has_accumulated = self.enabled, False, True
         try:
             yield
         finally:

@@ -217,7 +217,7 @@ class GradientReducer:
         self.slices: list[SliceGradients] = []
         self.present: list[bool] = []
         self.fault: Exception | None = None
-        self.factor = 1.0
+        self._unscaling = self._clipping = 1.0  # the parts of the factor
         self._square: float | None = None  # of the norm of the averages; None before the first one of a step
         self._is_measured = False  # it is that of the averages as they are
         self._max_norm: float | None = None  # to which clip_grad_norm_ has clipped last
@@ -294,11 +294,25 @@ class GradientReducer:
         if self.known:
             self._communicator.follow(self.known[0].tensor.device)
 
+    @property
+    def factor(self) -> float:
+        """What the averages are multiplied by where they are used."""
+        return self._unscaling * self._clipping
+
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> bool:
         self.check_layout()
+        self._clip_averages()
         return True
+
+    def _clip_averages(self) -> None:
+        """Clip the averages themselves, as was asked for, before gradients that are not clipped are added to them."""
+        for gradients in self.slices if self._clipping != 1.0 else ():
+            gradients.land()
+            if gradients.average is not None:
+                gradients.average.mul_(self._clipping)
+        self._clipping = 1.0
 
     def take(self, number: int) -> bool:
         """See :class:`~hf_compressopt.collectives.backward.Client`: after its slice a gradient stays in p.grad."""
@@ -393,13 +407,15 @@ class GradientReducer:
         return left
 
     def copy_averages(self, other: GradientReducer) -> None:
-        """Take copies of the averages and errors of a reducer of the same layout."""
+        """Take copies of the averages and errors of a reducer of the same layout, and what is known of them."""
         for mine, theirs in zip(self.slices, other.slices, strict=True):
             theirs.land()
             mine.coming = None
             for name in ("average", "feedback"):
                 setattr(mine, name, deepcopy(getattr(theirs, name)))
         self.present = list(other.present)
+        self._square, self._is_measured = other._square, other._is_measured
+        self._unscaling, self._clipping = other._unscaling, other._clipping
 
     def clear(self) -> None:
         """Drop all gradients, and the errors of their messages. All ranks call if a pass is open."""
@@ -412,7 +428,8 @@ class GradientReducer:
         for number, known in enumerate(self.known):
             self.present[number] = False
             known.tensor.grad = None
-        self.fault, self._square, self.factor = None, None, 1.0
+        self.fault, self._square = None, None
+        self._unscaling = self._clipping = 1.0
 
     def drop_of(self, numbers: Collection[int]) -> None:
         """See :class:`~hf_compressopt.collectives.backward.Client`."""
@@ -434,10 +451,11 @@ class GradientReducer:
     def finish(self, parameters: KnownParameters, groups: Sequence[dict[str, Any]]) -> float:
         """Send the rest, and agree on the squared norm of the average times ``factor``. All ranks call."""
         self.backward.flush()
-        if self._square is None or not self._is_measured:
+        if self._square is None or not self._is_measured or self.backward.has_accumulated:
+            self.backward.has_accumulated = False
             square = self._agree(parameters, groups)
             if self._square is None:
-                self.factor /= self._loss_scale.value
+                self._unscaling /= self._loss_scale.value
             self._square, self._is_measured = square, True
         return self._square * self.factor**2
 
@@ -449,11 +467,11 @@ class GradientReducer:
         """Clip averages of this norm to another one when they are used."""
         factor = _clip_factor(norm, max_norm)
         if math.isfinite(factor) and factor < 1.0:
-            self.factor *= factor
+            self._clipping *= factor
 
     def unscale(self, inverse_scale: float) -> None:
         """Take a gradient scaler's factor out of the averages when they are used, and its part in the errors now."""
-        self.factor *= inverse_scale
+        self._unscaling *= inverse_scale
         self.note_scaler(1.0 / inverse_scale)
 
     def note_scaler(self, scale: float) -> None:
@@ -508,6 +526,7 @@ class GradientReducer:
                 parameters.add(groups, unfrozen)
                 self.check_layout()
             elif any_left > 0:
+                self._clip_averages()
                 self.backward.send_chosen(left)
                 self._empty_slices()
             else:

@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -392,6 +393,31 @@ def test_what_a_model_throws_away_is_no_part_of_an_average(rank: int, world_size
     with pytest.raises(RuntimeError, match=r"rank 0 takes a step after 1 pass; rank 1 .*1 of them thrown away"):
         optimizer.step()
     model.zero_grad()
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@on_ranks(2)
+def test_clipping_after_each_of_several_passes_is_as_without_zero(rank: int, world_size: int, holds: bool) -> None:
+    """A loop that does not ask accelerator.sync_gradients before it clips. ``holds``: inside no_sync."""
+    expected, model = Stack(), Stack()
+    plain, params = torch.optim.SGD(expected.parameters(), lr=1.0), list(expected.parameters())
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    norms = []
+    for number, scale in enumerate((30.0, 1.0, 2.0)):
+        before = [p.grad for p in params]
+        give_averages(stack_loss(expected, rank, number) * scale, params)
+        for p, grad in zip(params, before, strict=True):
+            p.grad = p.grad if grad is None else p.grad + grad
+        norms.append(float(nn.utils.clip_grad_norm_(params, 0.1)))
+        with optimizer.no_sync() if holds else nullcontext():
+            (stack_loss(model, rank, number) * scale).backward()
+        assert float(optimizer.clip_grad_norm_(0.1)) == pytest.approx(norms[-1], rel=1e-5)
+    assert norms[0] > 1 and 0.1 < norms[1] < 0.2
+    other, copied = copy.deepcopy((model, optimizer))
+    for each in (plain, optimizer, copied):
+        each.step()
+    torch.testing.assert_close(bits(model), bits(expected), rtol=1e-5, atol=1e-6)
+    assert not list(different(bits(model), bits(other)))
 
 
 def _note(calls: list[str], what: str, *_: Any) -> None:
