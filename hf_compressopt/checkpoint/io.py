@@ -201,6 +201,17 @@ def load_state(
             )
 
 
+def zero_errors(state: GradientCompression | FSDPCompression) -> None:
+    """Set the errors of compressed gradients to zero, for a checkpoint that holds none."""
+    if isinstance(state, GradientCompression):
+        state.errors.zero_()
+        return
+    for unit in state.units:
+        unit.kept.zero_()
+    if state.beside is not None:
+        state.beside.errors.zero_()
+
+
 def _prefix_beside(prefix: str) -> str:
     return f"{prefix}_beside"
 

@@ -636,7 +636,9 @@ def load_compressions(
         are_there = any(state.communicator.all_gather_object(io.has_checkpoint(directory, prefix=prefix)))
         if are_there and not outdated:
             io.load_state(state, directory, prefix=prefix)
-        elif state.communicator.rank == 0:
+            continue
+        io.zero_errors(state)
+        if state.communicator.rank == 0:
             logger.warning(
                 "%s holds no errors of compressed gradients (was it saved without grad_compression?): they start at "
                 "zero, so that the run does not continue bit for bit",

@@ -116,6 +116,26 @@ def test_accelerate_compresses_for_any_optimizer(rank: int, world_size: int, opt
 
 
 @on_ranks(2, timeout=120)
+def test_a_checkpoint_without_errors_sets_them_to_zero(rank: int, world_size: int, tmp_path: Path) -> None:
+    use_accelerate(rank, world_size)
+    model: Any = nn.Linear(100, 100)
+    accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=CompressOptPlugin(grad_compression="int4"))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.save_state(str(tmp_path))
+    accelerator.wait_for_everyone()
+    if rank == 0:
+        for file in tmp_path.glob("compressopt*"):
+            file.unlink()
+    accelerator.wait_for_everyone()
+    accelerator.backward(model(torch.randn(4, 100)).square().sum())
+    optimizer.step()
+    (state,) = accelerator._compressopt.models.compressions()
+    assert state.worker_error.any()
+    accelerator.load_state(str(tmp_path))
+    assert not state.worker_error.any() and not state.server_error.any()
+
+
+@on_ranks(2, timeout=120)
 def test_gradients_that_travel_compressed_lie_in_ddps_buckets(rank: int, world_size: int) -> None:
     """By each plug-in: whether DDP has the option, whether the user's options stay, whether p.grad is there."""
     use_accelerate(rank, world_size)
