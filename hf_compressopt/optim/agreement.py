@@ -59,6 +59,8 @@ class SentMessages(Protocol):
 class AveragedGradients(Protocol):
     """The gradients of the warmup stage, which ask for the largest variances before a step by signs."""
 
+    travelled: bool  # those of the step under way have
+
     def note_clipping(self, norm: float | Tensor, max_norm: float) -> None: ...
     def forget_clipping(self) -> None: ...
     def largest_variances(self, plan: StepPlan) -> Tensor | None: ...
@@ -213,10 +215,11 @@ class RankAgreement:
         return norm
 
     def _note_norm(self, norm: float | Tensor, max_norm: float, *, whole: bool) -> None:
-        if whole:
-            self._warmup.note_clipping(norm, max_norm)
-        else:
-            self._warmup.forget_clipping()
+        if self._warmup.travelled:
+            if whole:
+                self._warmup.note_clipping(norm, max_norm)
+            else:
+                self._warmup.forget_clipping()
         if self._overlap is not None:
             self._overlap.note_norm(float(norm), max_norm, self.coming.usual, whole=whole)
 
