@@ -470,7 +470,7 @@ class Members(NamedTuple):
 class _Made(NamedTuple):
     """A gradient as a pass has left it."""
 
-    grad: ref[Tensor]
+    gradient: ref[Tensor]
     version: int
 
 
@@ -525,7 +525,7 @@ class HandedOut:
         self._kept = {}
         for param, made in self._made.items():
             grad = param.grad
-            if grad is None or grad is not made.grad():
+            if grad is None or grad is not made.gradient():
                 self._kept[param] = False
             else:
                 self._kept[param] = not versions or _version_of(grad) == made.version
