@@ -91,7 +91,7 @@ class BackwardPasses(Sender):
         super().__init__()
         self.enabled = True
         self.done = self.detached = False
-        self.has_accumulated = False  # gradients may have come into p.grad, inside no_sync, that nobody has looked at
+        self._has_accumulated = False  # gradients may have come into p.grad, inside no_sync, that nobody has looked at
         self.name = name
         self._client = ref(client)
         self._communicator = communicator
@@ -156,11 +156,16 @@ class BackwardPasses(Sender):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients in ``p.grad`` inside; the next pass outside sends them with its own."""
-        before, self.enabled, self.has_accumulated = self.enabled, False, True
+        before, self.enabled, self._has_accumulated = self.enabled, False, True
         try:
             yield
         finally:
             self.enabled = before
+
+    def note_accumulated_seen(self) -> bool:
+        """Return whether gradients may have come into ``p.grad`` inside ``no_sync`` since the last call."""
+        has_accumulated, self._has_accumulated = self._has_accumulated, False
+        return has_accumulated
 
     @torch.no_grad()
     def gradient_arrived(self, number: int) -> None:

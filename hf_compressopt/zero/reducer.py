@@ -451,8 +451,8 @@ class GradientReducer:
     def finish(self, parameters: KnownParameters, groups: Sequence[dict[str, Any]]) -> float:
         """Send the rest, and agree on the squared norm of the average times ``factor``. All ranks call."""
         self.backward.flush()
-        if self._square is None or not self._is_measured or self.backward.has_accumulated:
-            self.backward.has_accumulated = False
+        has_accumulated = self.backward.note_accumulated_seen()
+        if self._square is None or not self._is_measured or has_accumulated:
             square = self._agree(parameters, groups)
             if self._square is None:
                 self._unscaling /= self._loss_scale.value
