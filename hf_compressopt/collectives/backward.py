@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
@@ -142,13 +142,14 @@ class BackwardPasses(Sender):
     def holds_gradients(self) -> bool:
         return not self.detached and (client := self._client()) is not None and client.holds_gradients()
 
-    def drop_of(self, model: nn.Module) -> None:
-        """Drop what was taken of the parameters of a model, which has thrown its gradients away. All ranks call."""
-        client = self._client()
-        if client is None or self.detached or not (self.passes.count or client.holds_gradients()):
-            return
-        numbers = [self._owned.get(id(param)) for param in model.parameters()]
-        if mine := [number for number in numbers if number is not None]:
+    def may_hold_gradients(self) -> bool:
+        """Return whether there was a pass since the last step, as all ranks know, or gradients were taken."""
+        return not self.detached and (self.passes.count > 0 or self.holds_gradients())
+
+    def drop_of(self, params: Iterable[Tensor]) -> None:
+        """Drop what was taken of some parameters, whose gradients were thrown away. All ranks call."""
+        client, mine = self._client(), {self._owned[id(param)] for param in params if id(param) in self._owned}
+        if mine and client is not None:
             client.drop_of(mine)
 
     # -- passes -------------------------------------------------------------------------------------------------------
@@ -332,20 +333,30 @@ def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             )
 
 
-# -- the zero_grad() of a model, which sees no gradients that were freed, and would silently keep them -----------------
+# -- zero_grad() of models and of wrappers, which sees no gradients that were freed, and would keep them ---------------
 
 
 @functools.cache
 def _watch_zero_grad() -> None:
-    original = nn.Module.zero_grad
+    of_modules, of_optimizers = nn.Module.zero_grad, torch.optim.Optimizer.zero_grad
 
-    @functools.wraps(original)
+    @functools.wraps(of_modules)
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        original(self, set_to_none)
-        for owner in list(_LIVING):
-            owner.drop_of(self)
+        of_modules(self, set_to_none)
+        _drop_of(self.parameters)
 
-    setattr(nn.Module, original.__name__, zero_grad)
+    @functools.wraps(of_optimizers)
+    def zero_grad_of_optimizer(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        of_optimizers(self, set_to_none)  # such as that of a wrapper, which has the param groups of what it wraps
+        _drop_of(lambda: chain.from_iterable(group["params"] for group in self.param_groups))
+
+    setattr(nn.Module, of_modules.__name__, zero_grad)
+    setattr(torch.optim.Optimizer, of_optimizers.__name__, zero_grad_of_optimizer)
+
+
+def _drop_of(params: Callable[[], Iterable[Tensor]]) -> None:
+    for owner in [passes for passes in list(_LIVING) if passes.may_hold_gradients()]:
+        owner.drop_of(params())
 
 
 # -- torch's own clipping, which sees no gradients that were freed, and would silently clip nothing --------------------

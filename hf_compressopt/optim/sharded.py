@@ -527,7 +527,7 @@ class ShardedOverlap(OverlapSender):
             self.drop()
         elif self.holds_gradients():
             raise RuntimeError(
-                f"zero_grad() of a module would drop gradients of {len(numbers)} parameters, which have left in "
+                f"this zero_grad() would drop gradients of {len(numbers)} parameters, which have left in "
                 f"messages with those of the others ({len(self._params)} in all; zero_stage=2): call "
                 "optimizer.zero_grad(), or that of the whole model"
             )
