@@ -116,7 +116,7 @@ class RankAgreement:
         self.passes = StepPasses("average_gradients or DistributedDataParallel's hook")  # up to what compares them
         self.coming = ComingStep()
         self._held_fault: Exception | None = None  # in this rank's gradients since the last sync of 0/1 Adam
-        self._gradients_compared = False
+        self._gradients_compared = self._told_of_late_change = False
         self._layouts: tuple[list[Any], int] = ([], 0)  # what may change of the layouts, and their digest
 
     def listen_to(self, overlap: SentMessages | None, warmup: AveragedGradients) -> None:
@@ -177,6 +177,8 @@ class RankAgreement:
             known = agreed.together and together and given is None and (self._overlap is None or self._overlap.agreed)
             if known and agreed.is_finite():
                 self.coming.square = agreed.square
+                if not same and gradients.left:
+                    self._tell_of_late_change(plan)
                 if not same and not gradients.is_usable():
                     gradients.count_as_zero()
                     message = "step %d: rank %d's clipped gradients were changed and cannot be used; they count as 0"
@@ -193,6 +195,17 @@ class RankAgreement:
             self._note_norm(norm, max_grad_norm, whole=True)
         self.coming.square = agreed.square
         return gradients, agreed.may_be_used()
+
+    def _tell_of_late_change(self, plan: StepPlan) -> None:
+        """Warn once of gradients of this rank that were changed where the ranks had agreed on messages made of them."""
+        if not self._told_of_late_change:
+            self._told_of_late_change = True
+            message = (
+                "step %d: gradients of rank %d were changed after they were clipped, and after their messages had left "
+                "in backward: steps do not see such a change. Change gradients before clip_grad_norm_, or give "
+                "clip='sketch', by which messages leave in the step"
+            )
+            write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)
 
     def clip_(self, plan: StepPlan, max_norm: float, parameters: Iterable[Tensor] | None) -> float | Tensor:
         """Clip the gradients of the coming step that are in no message yet. Returns the norm before."""

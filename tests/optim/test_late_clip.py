@@ -36,6 +36,7 @@ from tests.support.ddp_runs import (
     tensors_of,
 )
 from tests.support.harness import on_ranks, same_on_all_ranks
+from tests.support.logs import log_lines
 from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
 from tests.support.spreading import Share, spread
 
@@ -288,6 +289,22 @@ def test_clipping_by_parts_does_not_overlap(rank: int, world_size: int) -> None:
         assert bool(optimizer.overlap.signature) == (step == STEPS - 1)
         optimizer.clip_grad_norm_(CLIP, optimizer.param_groups[0]["params"] if step < STEPS - 2 else None)
         end_step(optimizer)
+
+
+@on_ranks(2)
+def test_gradients_that_are_changed_after_clipping_are_told_of(rank: int, world_size: int) -> None:
+    ddp, net, optimizer = attached("late")
+    weight = next(p for p in net.parameters() if p.dim() == 2 and p.requires_grad)
+    with log_lines() as lines:
+        for step in range(STEPS + 2):
+            backward(ddp, rank, step)
+            optimizer.clip_grad_norm_(CLIP)
+            if rank and step >= STEPS:
+                weight.grad.zero_()  # as of rows that are to stay
+            optimizer.step()
+            optimizer.zero_grad()
+            told = [line for line in lines if "changed after they were clipped" in line]
+            assert len(told) == (rank == 1 and step >= STEPS), told
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
