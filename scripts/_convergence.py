@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import importlib.util
 import math
 import os
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,12 +40,13 @@ TOKENIZED_AS = {
     "library": ("library", "library"),
     "all of the library": ("all of the library", "all of the library"),
     "reference, after the library": ("reference", "library"),
+    "masked words": ("all of the library", "all of the library"),
 }
 AFTER_LIBRARY: dict[str, Any] = {"text": "reference, after the library", "pretrained": True}
 PRETRAINING_STEPS = 1000
 FINE_TUNING_RATES = {", fine-tuning, 300 steps": 5e-4, ", fine-tuning at the best rate, 300 steps": 4e-3}
 #: Labelled texts, with the folders of real_models.py that they need.
-CLASSIFIED = {"topics": (), "snippets": ("minilm", "snippets"), "digits": ("digits",)}
+CLASSIFIED = {"topics": (), "snippets": ("minilm", "snippets"), "images": ("mnist",)}
 NEEDS = CLASSIFIED | {"library, SmolLM2": ("smollm2",)} | dict.fromkeys(("CoLA", "MRPC", "RTE", "SST-2"), ("minilm",))
 #: Shakespeare's works as nanoGPT trains on them, of the package's own data folder; nothing of it is in this repository.
 SHAKESPEARE = Path(os.environ.get("SHAKESPEARE", REPOSITORY.parent / "shared" / "data" / "tinyshakespeare.txt"))
@@ -93,7 +95,9 @@ NANOGPT = Model(
 GPT2_10M = Model(True, 8192, 128, 1e-3, width=320, layers=6, heads=5, examples=16000)
 TINY_BERT, MINILM = Model(False, 1024, 128, 1e-3, batch=32), Model(False, 30522, 64, 2e-4, batch=16)
 SMOLLM2 = Model(False, 49152, 128, 1e-4, batch=4)
-VIT = Model(False, 10, 16, 5e-4, width=64, layers=4, batch=32)  # 0.2M parameters; 16 patches of 2 x 2 pixels
+BERT = Model(False, 2048, 64, 5e-4, 5e-3, width=384, layers=6, heads=12, examples=16000)  # MiniLM's shape; 11.6M
+VIT = Model(False, 10, 49, 1e-3, 5e-3, width=64, layers=4, batch=64)  # 0.2M parameters; 49 patches of 4 x 4 pixels
+CNN = Model(False, 10, 0, 1e-3, 5e-3, width=32, layers=2, batch=64)  # 0.5M parameters
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,6 @@ TASKS: dict[str, tuple[dict[str, Any], Sequence[float]]] = {
     "10M": ({"model": GPT2_10M, "text": "all of the library", "steps": 2000}, (1e-3, 2e-3, 4e-3)),
     "SmolLM2": ({"model": SMOLLM2, "text": "library, SmolLM2", "steps": 200}, (5e-5, 1e-4, 2e-4)),
     "MiniLM": ({"model": MINILM, "text": "snippets", "steps": 150}, (2.5e-5, 5e-5, 1e-4, 2e-4)),
-    "digits": ({"model": VIT, "text": "digits", "steps": 940}, (1e-4, 2e-4, 5e-4, 1e-3)),
 }
 NANO: dict[str, Any] = {"model": NANOGPT, "text": "Shakespeare", "steps": 2000}
 GLUE_TASKS = {
@@ -218,6 +221,15 @@ def rival(title: str, name: str, kept: dict[str, Any] | None = None, **options: 
     return Run(title, "AdamW", rival=name, rival_options=options, **(kept or {}))
 
 
+def from_scratch(name: str, **kept: Any) -> list[Run]:
+    """All methods on an architecture."""
+    return [
+        *every(f", {name}", older=False, **kept),
+        Run(f"AdamW, int8 gradients, {name}", "AdamW", COMPACT, gradients="int8", **kept),
+        Run(f"ZeRO-2 and AdamW, int4 both ways, {name}", "AdamW", zero=BOTH_INT4, **kept),
+    ]
+
+
 def glue(name: str) -> list[Run]:
     """The methods on a task of GLUE."""
     kept: dict[str, Any] = {"text": name, **GLUE_TASKS[name].kept}
@@ -244,10 +256,11 @@ RUNS: dict[str, dict[str, Run]] = {
         Run("OnebitAdam, ZeRO-1", "OnebitAdam", {"zero_stage": 1}),
         Run("ZeRO-2 and AdamW, int4 both ways", "AdamW", zero=BOTH_INT4),
     ),
+    "BERT": named(*from_scratch("BERT", model=BERT, text="masked words", steps=1000, autocast=True)),
+    "ViT": named(*from_scratch("ViT", model=VIT, text="images", steps=1000)),
+    "CNN": named(*from_scratch("CNN", model=CNN, text="images", steps=1000)),
     "nanoGPT": named(
-        *every(", nanoGPT", older=False, **NANO),
-        Run("AdamW, int8 gradients, nanoGPT", "AdamW", COMPACT, gradients="int8", **NANO),
-        Run("ZeRO-2 and AdamW, int4 both ways, nanoGPT", "AdamW", zero=BOTH_INT4, **NANO),
+        *from_scratch("nanoGPT", **NANO),
         rival("AdamW, bfloat16 gradients, nanoGPT", "bfloat16", NANO),
         rival("AdamW, PowerSGD rank 4, nanoGPT", "PowerSGD", NANO, rank=4),
     ),
@@ -276,8 +289,6 @@ RUNS: dict[str, dict[str, Run]] = {
         *every(", topics", ADAM_FAMILY, model=TINY_BERT, text="topics", steps=600),
         *frozen(120, ", topics", model=TINY_BERT, text="topics", steps=600),
         *every(", MiniLM", ADAM_FAMILY, **TASKS["MiniLM"][0]),
-        *every(", digits", ADAM_FAMILY, **TASKS["digits"][0]),
-        *frozen(188, ", digits", **TASKS["digits"][0]),
     ),
     **{name: named(*every(f", {name}", ADAM_FAMILY, **TASKS[name][0])) for name in ("SmolLM2", "10M")},
     **{f"{k}, rates": rates({"AdamW": lrs}, f"{{}}, {k}, lr {{:g}}", **kept) for k, (kept, lrs) in TASKS.items()},
@@ -304,7 +315,7 @@ TUNING = tuple(name for name in RUNS if "rates" in name)
 WORLD_SIZES = {
     **dict.fromkeys(("learning rates", "fine-tuning rates", "classification", "SmolLM2"), (2,)),
     **dict.fromkeys((f"{name}, rates" for name in (*TASKS, *GLUE_TASKS)), (2,)),
-    **dict.fromkeys(GLUE_TASKS, (2,)),
+    **dict.fromkeys((*GLUE_TASKS, "BERT", "ViT", "CNN"), (2,)),
     "nanoGPT": (2, 4),
     "nanoGPT, one rank": (1,),
     **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon"), (4,)),
@@ -373,8 +384,8 @@ def examples_of(name: str, model: Model) -> dict[str, Examples]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     datasets.disable_progress_bars()
-    if name == "digits":
-        return _digits()
+    if name == "images":
+        return _images()
     if name == "Shakespeare":
         return _shakespeare(model.tokens)
     if name in GLUE_TASKS:
@@ -402,10 +413,21 @@ def examples_of(name: str, model: Model) -> dict[str, Examples]:
         )
     blocks = recipe.make_blocks(text, tokenizer, options)
     longest = {"train": model.examples, "validation": VALIDATION}
-    return {
+    found = {
         split: {key: torch.tensor(examples[key][: longest[split]]) for key in ("input_ids", "labels")}
         for split, examples in blocks.items()
     }
+    if name == "masked words":
+        found["validation"] = masked(found["validation"], model, torch.Generator().manual_seed(0))
+    return found
+
+
+def masked(examples: Examples, model: Model, generator: torch.Generator) -> Examples:
+    """Examples as BERT masks them (arXiv 1810.04805): of 15 % of the words 80 % are hidden, 10 % are any words."""
+    words, share = examples["input_ids"], torch.rand(examples["input_ids"].shape, generator=generator)
+    anything = torch.randint(model.vocabulary, words.shape, generator=generator)
+    hidden = torch.where(share < 0.12, model.vocabulary, torch.where(share < 0.135, anything, words))
+    return {"input_ids": hidden, "labels": words.masked_fill(share >= 0.15, -100)}
 
 
 def _library(files: str = "*.py") -> Any:
@@ -449,14 +471,15 @@ def _glue(name: str, tokens: int) -> dict[str, Examples]:
     return found
 
 
-def _digits() -> dict[str, Examples]:
-    """Images of [1, 8, 8] pixels from 0 to 1; the last 297 are for validation."""
-    lines = (CACHE / "digits" / "digits.csv").read_text().split()
-    rows = torch.tensor([list(map(float, line.split(","))) for line in lines])
-    pixels, labels = rows[:, :64].view(-1, 1, 8, 8) / 16, rows[:, 64].long()
+def _images() -> dict[str, Examples]:
+    """Images of [1, 28, 28] pixels from 0 to 1, in an order of their own; the last 1,000 are for validation."""
+    with gzip.open(CACHE / "mnist" / "mnist.csv.gz", "rt") as lines:
+        rows = torch.tensor([[*map(int, line.split(","))] for line in lines], dtype=torch.uint8)
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    pixels, labels = rows[:, :-1].view(-1, 1, 28, 28) / 255, rows[:, -1].long()
     return {
-        "train": {"pixel_values": pixels[:1500], "labels": labels[:1500]},
-        "validation": {"pixel_values": pixels[1500:], "labels": labels[1500:]},
+        "train": {"pixel_values": pixels[:-1000], "labels": labels[:-1000]},
+        "validation": {"pixel_values": pixels[-1000:], "labels": labels[-1000:]},
     }
 
 
@@ -509,18 +532,42 @@ class SmallDecoder(nn.Module):
         return functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
 
 
+class SmallConvolutions(nn.Module):
+    """Two convolutions, each with a maximum over 2 x 2 pixels, and two linear layers, for images of 28 x 28 pixels."""
+
+    def __init__(self, size: Model) -> None:
+        super().__init__()
+        wide = 2 * size.width
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(1, size.width, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(size.width, wide, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(wide * 7 * 7, 128), nn.ReLU(), nn.Linear(128, size.vocabulary)),
+        )
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> SimpleNamespace:
+        """Mean loss and logits; pixel_values: [images, 1, 28, 28], labels: [images] int64."""
+        logits = self.layers(pixel_values)
+        return SimpleNamespace(loss=functional.cross_entropy(logits, labels), logits=logits)
+
+
 def make_model(run: Run, seed: int, start: Path) -> nn.Module:
     """The model of a run, from scratch or from the file of a pretrained one."""
     size = run.model
     torch.manual_seed(seed)
-    if run.text == "digits":
+    sizes = {"hidden_size": size.width, "num_hidden_layers": size.layers, "num_attention_heads": size.heads}
+    sizes["intermediate_size"] = 4 * size.width
+    if size == CNN:
+        return SmallConvolutions(size)
+    if run.text == "images":
         from transformers import ViTConfig, ViTForImageClassification
 
-        pixels = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": size.vocabulary}
-        layers = {"num_hidden_layers": size.layers, "num_attention_heads": size.heads}
-        return ViTForImageClassification(
-            ViTConfig(hidden_size=size.width, intermediate_size=4 * size.width, **layers, **pixels)
-        )
+        pixels = {"image_size": 28, "patch_size": 4, "num_channels": 1, "num_labels": size.vocabulary}
+        return ViTForImageClassification(ViTConfig(**sizes, **pixels))
+    if run.text == "masked words":
+        from transformers import BertConfig, BertForMaskedLM
+
+        words = {"vocab_size": size.vocabulary + 1, "max_position_embeddings": size.tokens}  # one stands for a mask
+        return BertForMaskedLM(BertConfig(**sizes, **words))
     if run.text in GLUE_TASKS:
         from transformers import AutoModelForSequenceClassification
 
@@ -727,12 +774,15 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     training = Training(run, steps, model)
     optimizer, ours, others = training.optimizer, training.ours, training.others
     torch.manual_seed(seed * ours.world_size + ours.rank)  # of dropout
-    evaluations = 1 if run.text in NEEDS else 4 if run.text == "Shakespeare" else EVALUATIONS
+    evaluations = 1 if run.text in NEEDS else 4 if run.text in ("Shakespeare", "masked words") else EVALUATIONS
     scheduler, interval = schedule(optimizer, steps, run.model), max(5, math.ceil(steps / evaluations))
     loss_sum, loss_steps = torch.zeros(()), 0
     curve = []
     mine = batches(text["train"], steps, run.model.batch, seed, ours.rank, ours.world_size)
+    generator = torch.Generator().manual_seed(seed * ours.world_size + ours.rank)
     for step, batch in enumerate(mine, start=1):
+        if run.text == "masked words":
+            batch = masked(batch, run.model, generator)
         with torch.autocast("cpu", torch.bfloat16, enabled=run.autocast):
             loss, _ = loss_of(model, batch)
         loss.backward()

