@@ -148,6 +148,36 @@ def loss_of_nanogpt(name: str, ranks: int) -> str:
     return f"{statistics.fmean(row['eval_loss'] for row in found):.3f}" if found else ""
 
 
+#: What models of some architectures were trained with, and what it is compared with.
+FAMILIES = {
+    "`grad_compression=int8`": ("AdamW, int8 gradients", "AdamW"),
+    "`grad_compression=int4`": ("AdamW, int4 gradients", "AdamW"),
+    "`onebit_adam`": ("OnebitAdam", "AdamW"),
+    "`zero_one_adam`": ("ZeroOneAdam", "AdamW"),
+    "`zero2_adamw`, int4 both ways": ("ZeRO-2 and AdamW, int4 both ways", "AdamW"),
+    "`onebit_lamb`": ("OnebitLamb", "Lamb"),
+}
+
+
+def families() -> Table:
+    """A BERT's loss, and accuracies of a ViT and a CNN, on 2 ranks; each of the uncompressed before what follows it."""
+    titles = {"`adamw_torch`": ("AdamW", ""), **FAMILIES}
+    last = titles.pop("`onebit_lamb`")
+    titles |= {"LAMB": ("Lamb", ""), "`onebit_lamb`": last}
+    lines = [["method", "BERT, loss", "against", "ViT, accuracy", "CNN, accuracy", "fewer bytes"]]
+    for title, (name, partner) in titles.items():
+        if not (found := losses(f"{name}, BERT", 2)):
+            continue
+        loss = f"{statistics.fmean(row['eval_loss'] for row in found.values()):.3f}"
+        above = percent(against(f"{name}, BERT", f"{partner}, BERT", 2)) if partner else ""
+        cells = []
+        for model in ("ViT", "CNN"):
+            scores = [row["accuracy"] for row in losses(f"{name}, {model}", 2).values()]
+            cells.append(f"{statistics.fmean(scores):.3f}" if scores else "")
+        lines.append([title, loss, above, *cells, f"{fewer(f'{name}, BERT', 2):.1f}x"])
+    return lines
+
+
 def nanogpt() -> Table:
     """Validation losses, and how far they lie above AdamW's."""
     plain, counts = "AdamW, nanoGPT", (2, 4)
@@ -170,7 +200,14 @@ MANY_RANKS = {
 }
 TUNED = {title: name for title, name in MANY_RANKS.items() if name != "ZeroOneAdam"}
 TUNED |= {"`onebit_adam`, frozen": "OnebitAdam, frozen", "`zero_one_adam`, frozen": "ZeroOneAdam, frozen"}
-TASKS = [("topics", "topics", 157), ("MiniLM", "films", 1603), ("digits", "digits", 297)]  # and their validation rows
+#: Tasks of classification, with their titles and validation rows: MiniLM is fine-tuned.
+TASKS = {
+    "MiniLM": ("films", 1603),
+    "CoLA": ("CoLA", 1043),
+    "MRPC": ("MRPC", 408),
+    "RTE": ("RTE", 277),
+    "SST-2": ("SST-2", 872),
+}
 #: What was fine-tuned, and on how many ranks.
 FINE_TUNED = {
     "best rate": ("fine-tuning at the best rate, 300 steps", 4),
@@ -198,7 +235,8 @@ def lost() -> Table:
         cases += [(f"{title}, {words}", name + suffix, "AdamW" + suffix, n) for suffix, words, n in suffixes]
     for title, name in TUNED.items():
         cases += [(f"{title}, fine-tuning, {k}", f"{name}, {v}", f"AdamW, {v}", n) for k, (v, n) in FINE_TUNED.items()]
-        cases += [(f"{title}, {words}", f"{name}, {task}", f"AdamW, {task}", 2) for task, words, _ in TASKS]
+        cases.append((f"{title}, films", f"{name}, MiniLM", "AdamW, MiniLM", 2))
+    cases += [(f"{title}, BERT", f"{name}, BERT", f"{partner}, BERT", 2) for title, (name, partner) in FAMILIES.items()]
     found: dict[str, dict[int, float]] = {}
     for title, name, partner, ranks in cases:
         if (by := against(name, partner, ranks)) and by[0] >= 0.2:
@@ -208,23 +246,35 @@ def lost() -> Table:
     return [["where", "above (ranks)"], *([title, cell] for (title, _), cell in zip(worst, above, strict=True))]
 
 
-def classification() -> Table:
-    """Accuracies, with their standard error by the number of validation rows, and losses."""
-    lines = [["task", "method", "accuracy", "loss", "fewer bytes"]]
-    for task, title, count in TASKS:
-        for method, name in {"`adamw_torch`": "AdamW", **TUNED}.items():
-            if found := losses(f"{name}, {task}", 2):
-                score = statistics.fmean(row["accuracy"] for row in found.values())
-                accuracy = f"{score:.3f} ± {(score * (1 - score) / count) ** 0.5:.3f}"
-                loss = f"{statistics.fmean(row['eval_loss'] for row in found.values()):.3f}"
-                sent = f"{fewer(f'{name}, {task}', 2):.1f}x"
-                lines.append([title, method, accuracy, loss, sent])
-    return lines
-
-
 def score_of(row: dict[str, Any]) -> float:
     """The measure of a task: of CoLA the Matthews correlation, else the accuracy."""
     return float(row.get("matthews", row["accuracy"]))
+
+
+def standard_error(task: str, scores: Sequence[float]) -> float:
+    """That of a mean over seeds: of the rows that were scored, which all seeds share, and of the seeds."""
+    mean, count = statistics.fmean(scores), TASKS[task][1]
+    of_rows = (1 - mean**2) ** 2 / count if task == "CoLA" else mean * (1 - mean) / count
+    of_seeds = statistics.variance(scores) / len(scores) if len(scores) > 1 else 0.0
+    return (of_rows + of_seeds) ** 0.5
+
+
+def classification() -> Table:
+    """Scores of the methods on the tasks, means over seeds with standard errors."""
+    methods = {"`adamw_torch`": "AdamW", "DDP, 8-bit floats": "AdamW, float8 gradients"}
+    methods |= {title: name.removesuffix(", nanoGPT") for title, name in NANOGPT.items()}
+    tasks = [task for task in TASKS if losses(f"AdamW, int4 gradients, {task}", 2)]
+    lines = [["accuracy", *(TASKS[task][0] for task in tasks), "seeds", "fewer bytes"]]
+    for title, name in methods.items():
+        found = {task: [score_of(row) for row in losses(f"{name}, {task}", 2).values()] for task in tasks}
+        cells = [
+            f"{statistics.fmean(scores):.3f} ± {standard_error(task, scores):.3f}" if scores else ""
+            for task, scores in found.items()
+        ]
+        if task := next((task for task, scores in found.items() if scores), None):
+            seeds = "/".join(str(len(scores)) for scores in found.values())
+            lines.append([title, *cells, seeds, f"{fewer(f'{name}, {task}', 2):.1f}x"])
+    return lines
 
 
 def errors_of_averages() -> Table:
@@ -353,6 +403,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     ),
     "demo": demo,
     "exact parameters": exact_parameters,
+    "families": families,
     "classification": classification,
     "errors": errors_of_averages,
     "LoRA": partial(other, "lora", "method", "PEFT = peft", "TRL = trl", "MB per step = mb"),
