@@ -160,6 +160,7 @@ TASKS: dict[str, tuple[dict[str, Any], Sequence[float]]] = {
     "MiniLM": ({"model": MINILM, "text": "snippets", "steps": 150}, (2.5e-5, 5e-5, 1e-4, 2e-4)),
 }
 NANO: dict[str, Any] = {"model": NANOGPT, "text": "Shakespeare", "steps": 2000}
+MASKED: dict[str, Any] = {"model": BERT, "text": "masked words", "steps": 1000, "autocast": True}
 GLUE_TASKS = {
     "CoLA": GlueTask((3,), 1, "1", 801, 1e-4, header=False),
     "MRPC": GlueTask((3, 4), 0, "1", 343, 1e-4),
@@ -227,6 +228,7 @@ def from_scratch(name: str, **kept: Any) -> list[Run]:
         *every(f", {name}", older=False, **kept),
         Run(f"AdamW, int8 gradients, {name}", "AdamW", COMPACT, gradients="int8", **kept),
         Run(f"ZeRO-2 and AdamW, int4 both ways, {name}", "AdamW", zero=BOTH_INT4, **kept),
+        Run(f"OnebitAdam, max_update=0.3, {name}", "OnebitAdam", {"max_update": 0.3}, **kept),
     ]
 
 
@@ -256,7 +258,12 @@ RUNS: dict[str, dict[str, Run]] = {
         Run("OnebitAdam, ZeRO-1", "OnebitAdam", {"zero_stage": 1}),
         Run("ZeRO-2 and AdamW, int4 both ways", "AdamW", zero=BOTH_INT4),
     ),
-    "BERT": named(*from_scratch("BERT", model=BERT, text="masked words", steps=1000, autocast=True)),
+    "BERT": named(*from_scratch("BERT", **MASKED)),
+    "BERT, one rank": named(  # where nothing is compressed, and the variance freezes as on several
+        *every(", BERT", ("OnebitAdam",), older=False, **MASKED),
+        Run("OnebitAdam, freeze_step=500, BERT", "OnebitAdam", {"freeze_step": 500}, **MASKED),
+        Run("OnebitAdam, max_update=0.3, BERT", "OnebitAdam", {"max_update": 0.3}, **MASKED),
+    ),
     "ViT": named(*from_scratch("ViT", model=VIT, text="images", steps=1000)),
     "CNN": named(*from_scratch("CNN", model=CNN, text="images", steps=1000)),
     "nanoGPT": named(
@@ -317,7 +324,7 @@ WORLD_SIZES = {
     **dict.fromkeys((f"{name}, rates" for name in (*TASKS, *GLUE_TASKS)), (2,)),
     **dict.fromkeys((*GLUE_TASKS, "BERT", "ViT", "CNN"), (2,)),
     "nanoGPT": (2, 4),
-    "nanoGPT, one rank": (1,),
+    **dict.fromkeys(("nanoGPT, one rank", "BERT, one rank"), (1,)),
     **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon"), (4,)),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
