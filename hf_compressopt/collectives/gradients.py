@@ -234,6 +234,7 @@ class GradientRounds(Sender):
         super().__init__()
         self._buckets: list[GradientBucket] = []
         self._runs: list[list[GradientBucket]] = []  # what is sent together of them
+        self._averaged: set[Tensor] = set()  # the parameters whose gradients become averages
         self._grads: dict[Tensor, Tensor | None] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._averages: list[tuple[int, Tensor | None, _Finish]] = []
@@ -246,6 +247,8 @@ class GradientRounds(Sender):
         if len(buckets) != len(self._buckets) or any(a is not b for a, b in zip(buckets, self._buckets, strict=True)):
             self._buckets = list(buckets)
             self._runs = list(runs_of(buckets))
+            averaging = (bucket for bucket in buckets if not bucket.completes_in_step)
+            self._averaged = {param for bucket in averaging for param in bucket.members()}
             together = (chain.from_iterable(bucket.members() for bucket in run) for run in self._runs)
             self.add_buckets(together, alone=True)
             rows = [(b.form(), b.owner, [(p.index, p.start, p.stop) for p in b.bucket.pieces]) for b in buckets]
@@ -343,7 +346,7 @@ class GradientRounds(Sender):
         unknown = [param for param, grad in rows if not self.add(param, _in_order_of(param, grad))]
         if unknown:
             refuse(unknown)
-        note_sent([param for param in params if param in self.buckets_of])
+        note_sent([param for param in params if param in self._averaged])
         if bucket.is_last():
             if not self._leave_to_steps():
                 self.finish(done)

@@ -548,17 +548,15 @@ def _watch_steps() -> None:
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Raise an error before a step that would use a gradient which was to be sent, and was not; torch calls this."""
-    records = _records_in_use()
-    if not records and not _PLAIN:
+    if not _PLAIN and not _records_in_use():
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     given = kwargs.get("grads", args[2] if len(args) > 2 else None)  # step(closure, grads) of a compressed optimizer
     if getattr(optimizer, "sends_gradients", False) or given is not None:  # in this step
         note_sent(params)
-        _end_step(records, params)
-        return
-    require_sent(optimizer)
-    _end_step(records, params)
+    else:
+        require_sent(optimizer)
+    _end_step(_records_in_use(), params)
 
 
 def require_sent(optimizer: torch.optim.Optimizer) -> None:
@@ -566,7 +564,8 @@ def require_sent(optimizer: torch.optim.Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     records = _records_in_use()
     if any(record.unsent(params) for record in records):
-        records = _records_without_garbage()  # one that nobody uses any more is no reason for an error
+        records.clear()  # it would keep them alive
+        records += _records_without_garbage()  # one that nobody uses any more is no reason for an error
     for record in records:
         record.examine(optimizer, params)
         if names := record.unsent(params):
