@@ -504,7 +504,8 @@ def main() -> None:
         most = 60 * arguments.minutes * share if arguments.device == "cpu" else on_gpu
         seconds = min(most, end - time.time())
         if seconds < LEAST:
-            Proof(parts[0], out, None, end).tell(None, what="part", because="no time is left")
+            for part in parts:
+                Proof(part, out, None, end).tell(None, what="part", because="no time is left")
             continue
         run_side_by_side(parts, seconds, out, arguments.device)
     sys.exit(int(summarize(out / "proof.jsonl")))

@@ -563,15 +563,16 @@ class HandedOut:
         ``skipped``: whether the step changes nothing, [1], which the host does not read.
         """
         used = [p for p in self._made if (params is None or p in params) and (p.grad is not None or not checked)]
+        if not used:  # nor is anything of another rank committed, which may be a thread of this process
+            return
         self._used.update(dict.fromkeys(used, True))
-        if used and skipped is not None:
+        self._unused_passes = None
+        if skipped is not None:
             for each in self._members():
                 each.errors.spoil(skipped.reshape(()) != 0)
-        if self._used:
-            self._unused_passes = None
-            if len(self._used) == len(self._made):
-                self._commit()
-                self._made, self._used, self._kept = {}, {}, None
+        if len(self._used) == len(self._made):
+            self._commit()
+            self._made, self._used, self._kept = {}, {}, None
 
     def settle(self) -> None:
         """Commit what steps have used, of gradients that they have not used all of."""
