@@ -81,11 +81,10 @@ def read(path: Path) -> tuple[list[Line], dict[str, float]]:
             f"{path} has no numbers of hf_compressopt: was the script started by `python -m hf_compressopt.run`, with "
             "--optim_args grad_compression=int4 or an optimizer of this package?"
         )
-    whole = last.get(f"{_PREFIX}bytes_on_link", 0)
-    if (
-        last and whole >= lines[-1].total * lines[-1].node_size
-    ):  # of a run that was resumed it is what came since then alone
-        return lines, {"sent": whole, "plain": last[f"{_PREFIX}bytes_uncompressed"]}
+    at_end = last.get(f"{_PREFIX}bytes_on_link", 0)
+    was_resumed = at_end < lines[-1].total * lines[-1].node_size  # then the last line knows what came since alone
+    if last and not was_resumed:
+        return lines, {"sent": at_end, "plain": last[f"{_PREFIX}bytes_uncompressed"]}
     sent = plain = before = 0.0
     for line in lines:
         on_link = (line.total - before) * line.node_size

@@ -251,7 +251,7 @@ def score_of(row: dict[str, Any]) -> float:
 
 
 def standard_error(task: str, scores: Sequence[float]) -> float:
-    """That of a mean over seeds: of the rows that were scored, which all seeds share, and of the seeds."""
+    """The standard error of a mean score over seeds, from the number of rows, which all seeds share, and the seeds."""
     mean, count = statistics.fmean(scores), TASKS[task][1]
     of_rows = (1 - mean**2) ** 2 / count if task == "CoLA" else mean * (1 - mean) / count
     of_seeds = statistics.variance(scores) / len(scores) if len(scores) > 1 else 0.0

@@ -157,7 +157,9 @@ class BackwardPasses(Sender):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients in ``p.grad`` inside; the next pass outside sends them with its own."""
-        before, self.enabled, self._has_accumulated = self.enabled, False, True
+        before = self.enabled
+        self.enabled = False
+        self._has_accumulated = True
         try:
             yield
         finally:

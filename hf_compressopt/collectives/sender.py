@@ -5,16 +5,18 @@ buckets. It is fed by DistributedDataParallel's hook and plain loops (:mod:`~hf_
 by hooks of parameters (:mod:`~hf_compressopt.collectives.backward`). FSDP2 has no sender: it orders its units itself,
 among messages of its own. It knows only after a pass whether that pass sends, and counts passes where they end.
 
-:class:`SendRecord`: which gradients this package must send, whatever forward and its caller do. Autograd tells of
-every gradient that it has added to, by a hook on the parameter that no forward can go around; who sends tells it by
-:func:`note_sent`. A gradient that nobody has sent yet, or that has changed since, *waits*. An optimizer whose step
-would use one that waits raises an error with its name, on every rank where it waits, before anything moves: a forward
-that goes around DistributedDataParallel, a parameter that DistributedDataParallel was made without because it was
-frozen, a module that nobody wrapped, a hook that is not called any more. Three that wait are no error: inside
-``no_sync`` all of them do, those that ``zero_grad()`` throws away never come to a step, and a compressed stage, whose
-step sends what it needs of each rank's own gradients, asks nobody to average them before. A parameter that was frozen
-when its record began is watched as soon as it is trainable. A gradient that only some ranks have is sent as zeros by
-the others.
+:class:`SendRecord`: which gradients this package must send, whatever forward and its caller do. Autograd tells of every
+gradient that it has added to, by a hook on the parameter that no forward can go around; who sends tells it by
+:func:`note_sent`. A gradient that nobody has sent yet, or that has changed since, *waits*. A step that would use one
+raises an error with its name, on every rank where it waits, before anything moves. Gradients wait if
+
+- forward goes around DistributedDataParallel, or nobody has wrapped the module;
+- the parameter was frozen when DistributedDataParallel was made, and is trainable now;
+- torch does not call the hook any more.
+
+A gradient may wait, and no step uses it: inside ``no_sync``, or if ``zero_grad()`` throws it away. Steps of a
+compressed stage send what they need of each rank's own gradients, and end the waiting. A parameter that was frozen when
+its record began is watched as soon as it is trainable. Ranks without a gradient that others have send zeros.
 
 Whether a gradient waits each rank knows alone. What an optimizer has beside the parameters that records answer for, the
 ranks compare once (:meth:`SendRecord.examine`), where the record knows its ranks.

@@ -62,6 +62,9 @@ LambRecord = record(
 )
 
 
+_EMPTY_AVERAGE = "an average needs messages of a format, or values"
+
+
 def address(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype, numel: int | None = None) -> int:
     """Return the address of a contiguous buffer of this device, dtype and size, or raise an error that names it."""
     if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous() or tensor.is_neg():
@@ -188,7 +191,7 @@ class Operands:
         if y.values is not None:
             return AverageRecord(None, self.floats("values", y.values, written=False), y.numel, 0, 0, 1)
         if y.messages is None or y.form is None:
-            raise ValueError("an average needs messages of a format, or values")
+            raise ValueError(_EMPTY_AVERAGE)
         needed = _bytes_of_average(y.form, y.numel, y.world_size, y.stride)
         if y.messages.numel() < needed:
             raise ValueError(f"messages must have {needed} bytes or more, got {y.messages.numel()}")
@@ -398,7 +401,8 @@ def mean_(form: IntegerFormat, messages: Tensor, out: Tensor, world_size: int, f
 
 def add_(y: Average, outputs: Sequence[Segment], decay: float = 0.0, scale: float = 1.0) -> None:
     given = y.messages if y.values is None else y.values
-    assert given is not None
+    if given is None:
+        raise ValueError(_EMPTY_AVERAGE)
     use = Operands(given.device, y.numel)
     name = "co_add_integers" if isinstance(y.form, IntegerFormat) else "co_add_average"
     table, count, _ = use.segments("outputs", outputs)

@@ -127,9 +127,10 @@ class SliceGradients:
         Of the others nothing changes.
         """
         self.land()
-        for span in self.cut.chunks[self.communicator.rank] if self.average is not None else ():
-            if not kept[span.index]:
-                self.average_of(span).zero_()
+        if self.average is not None:
+            for span in self.cut.chunks[self.communicator.rank]:
+                if not kept[span.index]:
+                    self.average_of(span).zero_()
         if self.feedback is not None and self.feedback.pending is not None:
             self.feedback.begin(kept)
 
@@ -296,7 +297,7 @@ class GradientReducer:
 
     @property
     def factor(self) -> float:
-        """What the averages are multiplied by where they are used."""
+        """The factor of the averages where they are used."""
         return self._unscaling * self._clipping
 
     # -- a pass -------------------------------------------------------------------------------------------------------
@@ -308,7 +309,9 @@ class GradientReducer:
 
     def _clip_averages(self) -> None:
         """Clip the averages themselves, as was asked for, before gradients that are not clipped are added to them."""
-        for gradients in self.slices if self._clipping != 1.0 else ():
+        if self._clipping == 1.0:
+            return
+        for gradients in self.slices:
             gradients.land()
             if gradients.average is not None:
                 gradients.average.mul_(self._clipping)

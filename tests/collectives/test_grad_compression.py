@@ -293,7 +293,7 @@ def test_gradients_that_are_dropped_leave_no_error_behind(rank: int, world_size:
 
 @on_ranks(2)
 def test_one_optimizer_zeroes_its_gradients_where_those_of_another_accumulate(rank: int, world_size: int) -> None:
-    """What was zeroed leaves no error behind; what accumulates goes on from the errors of the pass before."""
+    """Errors of zeroed gradients are dropped; those of gradients that accumulate are carried into the next pass."""
     for options in ({}, {"loop": True}):
         for zeroed in ("weight", "other"):
             net = Linear()

@@ -204,7 +204,8 @@ def test_param_groups_keep_their_parameters(rank: int, world_size: int) -> None:
     """One that other code puts into a group would not move, and one that it takes out would."""
     model, new = net(3), nn.Parameter(torch.ones(24, 24))
     optimizer = ZeroOptimizer([{"params": [p]} for p in model.parameters()], torch.optim.SGD, lr=0.1)
-    before, first, last = bits(model), optimizer.param_groups[0]["params"], optimizer.param_groups[-1]
+    before = bits(model)
+    first, last = optimizer.param_groups[0]["params"], optimizer.param_groups[-1]
     for changed in ([first[0], new], [new], []):
         if rank == 1:
             first[:] = changed
