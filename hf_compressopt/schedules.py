@@ -24,6 +24,8 @@ WINDOW = 1000  # of beta2 = 0.999
 #: How many of the longest intervals between syncs of 0/1 Adam a run has at least. A ViT of 400 steps at a constant
 #: rate ended 1.2 % above AdamW with intervals of up to 2 steps, and 0.6 % with this (1 step): means of two seeds.
 LONGEST_INTERVALS = 400
+#: Options of a schedule that states of earlier versions lack.
+_LATER_OPTIONS = {"min_freeze_step", "variance_interval"}
 _Schedule = TypeVar("_Schedule", bound="Schedule")
 
 
@@ -31,9 +33,9 @@ class Stage(Enum):
     """The kind of messages that the ranks exchange in a step."""
 
     WARMUP = "warmup"  # full-precision gradients; the variance is learnt
-    COMPRESSED = "compressed"  # 1-bit momentum with error feedback; the variance is frozen
+    COMPRESSED = "compressed"  # 1-bit momentum with error feedback; the variance is frozen between refreshes
     VARIANCE = "variance"  # full-precision gradients if the variance learns in the step, else 1-bit gradients
-    LOCAL_STEP = "local-step"  # each rank steps alone; 1-bit updates at syncs; the variance is frozen
+    LOCAL_STEP = "local-step"  # each rank steps alone; 1-bit updates at syncs; the variance as in COMPRESSED
 
     @property
     def number(self) -> float:
@@ -50,6 +52,7 @@ class StepPlan:
     synchronize: bool  # the schedule has a compressed message in the step
     ends_stage: bool  # the last step of its stage
     agree: bool = True  # the ranks must agree that all gradients are finite; else each rank decides for itself
+    refresh_steps: int = 0  # for which a frozen variance learns from gradients beside the message; 0: it does not
 
     @property
     def is_local_sync(self) -> bool:
@@ -67,9 +70,13 @@ class Schedule:
     freeze_step: int | str = AUTO  # last step of the warmup stage, or "auto": the variance finds it
     max_freeze_step: int = 100_000  # bound on what "auto" finds; it yields to the next one and to the rate's warmup
     min_freeze_step: int = MIN_FREEZE_STEP
+    variance_interval: int = 0  # messages from one refresh of the frozen variance to the next; 0 is no refresh
 
     def __post_init__(self) -> None:
         for name, value in self.options().items():
+            if name == "variance_interval":
+                _check_interval(name, value)
+                continue
             if name == "freeze_step" and isinstance(value, str):
                 if value != AUTO:
                     raise ValueError(f"{name} must be an int >= 1, or 'auto', got {value!r}")
@@ -89,7 +96,13 @@ class Schedule:
             update_variance=warmup,
             synchronize=not warmup,
             ends_stage=step == self.freeze_step,
+            refresh_steps=0 if warmup else self._refresh_steps(step),
         )
+
+    def _refresh_steps(self, step: int, interval: int = 1) -> int:
+        """Return for how many steps the variance learns in a step, if there is a message every ``interval`` steps."""
+        between = self.variance_interval * interval
+        return between if between and step % between == 0 else 0
 
     def options(self) -> dict[str, Any]:
         """Return the options by name, for headers."""
@@ -101,7 +114,7 @@ class Schedule:
         legal = {field.name for field in fields(cls)}
         if isinstance(options, dict):
             options = {"freeze_step" if name == "var_freeze_step" else name: value for name, value in options.items()}
-        if not isinstance(options, dict) or not legal - {"min_freeze_step"} <= options.keys() <= legal:
+        if not isinstance(options, dict) or not legal - _LATER_OPTIONS <= options.keys() <= legal:
             raise ValueError(f"the state has the schedule {options!r}, this optimizer one of {sorted(legal)}")
         return cls(**options)
 
@@ -158,6 +171,13 @@ class Schedule:
         return f"freeze_step is found by the variance, at most {self.last_warmup_step} of {max_steps} steps"
 
 
+def _check_interval(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int >= 0, got {value!r}")
+    if value < 0:
+        raise ValueError(f"{name} must be >= 0, got {value}; 0 keeps the variance as the warmup stage has left it")
+
+
 @dataclass(frozen=True)
 class ZeroOneSchedule(Schedule):
     """The schedule of 0/1 Adam: a variance stage, then a local-step stage.
@@ -174,12 +194,15 @@ class ZeroOneSchedule(Schedule):
 
     def plan(self, step: int) -> StepPlan:
         if self.is_in_warmup_stage(step):
-            learns = step % self.variance_interval(step) == 0
+            learns = step % self.learning_interval(step) == 0
             return StepPlan(step, Stage.VARIANCE, learns, learns, not learns, step == self.freeze_step)
-        synchronizes = step % self.local_interval(step) == 0
-        return StepPlan(step, Stage.LOCAL_STEP, False, False, synchronizes, False, agree=False)
+        interval = self.local_interval(step)
+        refresh = self._refresh_steps(step, interval)
+        return StepPlan(
+            step, Stage.LOCAL_STEP, False, False, step % interval == 0, False, agree=False, refresh_steps=refresh
+        )
 
-    def variance_interval(self, step: int) -> int:
+    def learning_interval(self, step: int) -> int:
         """Return the interval between variance steps that is in force at a step of the variance stage.
 
         It starts at 1 and doubles after every ``var_update_scaler`` variance steps (the learning-rate-free policy T_v
@@ -275,6 +298,7 @@ class RunSchedule:
 
     def resume(self, saved: Schedule, *, next_step: int) -> None:
         """Take over the schedule of a saved state; one that is still open is fitted to this run already."""
+        saved = replace(saved, variance_interval=self.schedule.variance_interval)  # which belongs to no stage
         is_open = self.steps is not None and not saved.plan(next_step).stage.number
         if not (is_open and saved.freeze_step == self.schedule.freeze_step):
             self.schedule = saved

@@ -228,7 +228,8 @@ def from_scratch(name: str, **kept: Any) -> list[Run]:
         *every(f", {name}", older=False, **kept),
         Run(f"AdamW, int8 gradients, {name}", "AdamW", COMPACT, gradients="int8", **kept),
         Run(f"ZeRO-2 and AdamW, int4 both ways, {name}", "AdamW", zero=BOTH_INT4, **kept),
-        Run(f"OnebitAdam, max_update=0.3, {name}", "OnebitAdam", {"max_update": 0.3}, **kept),
+        Run(f"OnebitAdam, variance_interval=0, {name}", "OnebitAdam", {"variance_interval": 0}, **kept),
+        Run(f"ZeroOneAdam, variance_interval=0, {name}", "ZeroOneAdam", {"variance_interval": 0}, **kept),
     ]
 
 
@@ -260,9 +261,13 @@ RUNS: dict[str, dict[str, Run]] = {
     ),
     "BERT": named(*from_scratch("BERT", **MASKED)),
     "BERT, one rank": named(  # where nothing is compressed, and the variance freezes as on several
-        *every(", BERT", ("OnebitAdam",), older=False, **MASKED),
-        Run("OnebitAdam, freeze_step=500, BERT", "OnebitAdam", {"freeze_step": 500}, **MASKED),
-        Run("OnebitAdam, max_update=0.3, BERT", "OnebitAdam", {"max_update": 0.3}, **MASKED),
+        Run("OnebitAdam, variance_interval=0, BERT", "OnebitAdam", {"variance_interval": 0}, **MASKED),
+        Run(
+            "OnebitAdam, freeze_step=500, variance_interval=0, BERT",
+            "OnebitAdam",
+            {"freeze_step": 500, "variance_interval": 0},
+            **MASKED,
+        ),
     ),
     "ViT": named(*from_scratch("ViT", model=VIT, text="images", steps=1000)),
     "CNN": named(*from_scratch("CNN", model=CNN, text="images", steps=1000)),

@@ -129,8 +129,9 @@ NANOGPT = {
     "`grad_compression=int8`": "AdamW, int8 gradients, nanoGPT",
     "`grad_compression=int4`": "AdamW, int4 gradients, nanoGPT",
     "`onebit_adam`": "OnebitAdam, nanoGPT",
-    "`onebit_adam`, `max_update=0.3`": "OnebitAdam, max_update=0.3, nanoGPT",
+    "`onebit_adam`, `variance_interval=0`": "OnebitAdam, variance_interval=0, nanoGPT",
     "`zero_one_adam`": "ZeroOneAdam, nanoGPT",
+    "`zero_one_adam`, `variance_interval=0`": "ZeroOneAdam, variance_interval=0, nanoGPT",
     "`zero2_adamw`, int4 both ways": "ZeRO-2 and AdamW, int4 both ways, nanoGPT",
     "DDP, 16-bit gradients": "AdamW, bfloat16 gradients, nanoGPT",
     "PowerSGD, rank 4": "AdamW, PowerSGD rank 4, nanoGPT",
@@ -154,8 +155,9 @@ FAMILIES = {
     "`grad_compression=int8`": ("AdamW, int8 gradients", "AdamW"),
     "`grad_compression=int4`": ("AdamW, int4 gradients", "AdamW"),
     "`onebit_adam`": ("OnebitAdam", "AdamW"),
-    "`onebit_adam`, `max_update=0.3`": ("OnebitAdam, max_update=0.3", "AdamW"),
+    "`onebit_adam`, `variance_interval=0`": ("OnebitAdam, variance_interval=0", "AdamW"),
     "`zero_one_adam`": ("ZeroOneAdam", "AdamW"),
+    "`zero_one_adam`, `variance_interval=0`": ("ZeroOneAdam, variance_interval=0", "AdamW"),
     "`zero2_adamw`, int4 both ways": ("ZeRO-2 and AdamW, int4 both ways", "AdamW"),
     "`onebit_lamb`": ("OnebitLamb", "Lamb"),
 }
@@ -362,9 +364,7 @@ def demo() -> Table:
 def demo_megabytes() -> tuple[float, float]:
     """Megabytes that a rank sent in the whole run: of adamw_torch, by the formula of a ring, and of onebit_adam."""
     traffic, steps = rows("demo")["traffic"], rows("demo")["arguments"]["steps"]
-    switch = traffic["switch_step"]
-    mine = switch * traffic["warmup_step"] + (steps - switch) * traffic["compressed_step"]
-    return steps * traffic["baseline_step"] / 1e6, mine / 1e6
+    return steps * traffic["baseline_step"] / 1e6, traffic["compressed"][str(steps)] / 1e6
 
 
 OTHERS = [name for name in METHODS if name != "powersgd_1"]

@@ -249,6 +249,7 @@ RULES: list[Rule] = [
         ),
         becomes("warmup_bits", when=lambda f: f.as_deepspeed, default=32, remark="what DeepSpeed computed"),
         becomes("max_update", when=lambda f: f.as_deepspeed, default=0, remark="what DeepSpeed computed"),
+        becomes("variance_interval", when=lambda f: f.as_deepspeed, default=0, remark="what DeepSpeed computed"),
         becomes("trust_ratio", when=lambda f: f.frozen_ratio, default="frozen", remark="what DeepSpeed computed"),
         differs(
             "trust_ratio",

@@ -44,7 +44,8 @@ class CompressOptPlugin:
 
     Every field defaults from the environment variable ``COMPRESSOPT_<FIELD>``, in capitals; ``COMPRESSOPT_OPTIM`` is
     another name for that of ``optimizer``. ``freeze_step``, ``warmup_bits``, ``scale_block``, ``variance_floor``,
-    ``max_update``, ``clip``, ``topology`` and ``node_bits`` are options of the compressed optimizers.
+    ``max_update``, ``variance_interval``, ``clip``, ``topology`` and ``node_bits`` are options of the compressed
+    optimizers.
 
     Attributes:
         optimizer: "onebit_adam" (the default without zero_stage and grad_compression), "zero_one_adam" or
@@ -79,6 +80,7 @@ class CompressOptPlugin:
     scale_block: int | None = _SHARED["scale_block"]
     variance_floor: float = _SHARED["variance_floor"]
     max_update: float | None = _SHARED["max_update"]
+    variance_interval: int | None = _SHARED["variance_interval"]
     clip: str = _SHARED["clip"]
     bucket_cap_mb: float | None = None
     communicator: str = AUTO

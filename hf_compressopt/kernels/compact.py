@@ -3,8 +3,8 @@
 Errors are messages of integers. Variances are on a logarithmic scale, whose grid has eight points in an octave:
 2^(k/8), that is float32(2^((k mod 8) / 8)) times 2^floor(k/8). An element is rounded to the point that is nearest by
 its logarithm, at most 4.5 % away, and so its square root at most 2.2 %. The code of an element is the distance of its
-point from that of the largest element of its tensor. So a code says the same in any bucket and on any number of ranks,
-and to encode what codes stand for gives the same codes.
+point from that of the largest element of its tensor; after a refresh, which rounds at random, from the next point. So a
+code says the same in any bucket and on any number of ranks, and to encode what codes stand for gives the same values.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hf_compressopt.kernels.hashing import hashes, next_key
 from hf_compressopt.kernels.memory import kept_per_device
 from hf_compressopt.kernels.messages import IntegerFormat
 
@@ -101,6 +102,8 @@ NO_TOP = _LOWEST - 1
 _MANTISSA_BITS, _EXPONENT_BIAS = 23, 127
 #: The smallest variance that has a point. Below 2^-126 the mantissa's bits are read as those of larger numbers.
 LEAST_VARIANCE = float(torch.tensor(2.0 ** (1 - 0.5 / POINTS), device="cpu") - 1) * 2.0**-126
+_FIRST_BITS = 10  # of a mantissa, by which rounding at random tells its point
+_PER_HASH = 8  # random bytes in a word of 64 bits
 _RUN = 1 << 18  # elements that are encoded at once, so that what this needs stays near 5 MiB
 _RUN_ON_DEVICE = 1 << 24  # the same where launches count more than memory
 
@@ -172,6 +175,49 @@ def encode_variance_(values: Tensor, codes: Tensor, top: int | None = None) -> i
         code = (top - points).clamp_(max=LAST_CODE).masked_fill_(points < _LOWEST, ZERO_CODE)
         codes[start : start + run.numel()] = code.to(torch.uint8)
     return top
+
+
+def tops_to_dither(largest: Tensor) -> Tensor:
+    """Return the tops of tensors of which the largest variances are given, [n] int32, before rounding at random.
+
+    They are one point above the largest, which may be rounded up.
+    """
+    return (_points(largest) + 1).clamp_(_LOWEST, _HIGHEST)
+
+
+@kept_per_device
+def _places_in_octave(device: torch.device) -> Tensor:
+    """Return the points of mantissas whose first bits are 0, 1, 2, ..., from the first of their octave on, int32."""
+    mantissas = torch.arange(1 << _FIRST_BITS, device="cpu", dtype=torch.float64) + 0.5
+    points = POINTS * torch.log2(1 + mantissas / (1 << _FIRST_BITS))
+    return points.round().to(torch.int32).to(device)
+
+
+@kept_per_device
+def _dither_table(device: torch.device) -> Tensor:
+    """Return the factors by which values are moved at random, up to half of the way to the next point, [256]."""
+    places = (torch.arange(256, dtype=torch.float64, device="cpu") + 0.5) / 256 - 0.5
+    return (2.0 ** (places / POINTS)).float().to(device)
+
+
+def dithered_codes(values: Tensor, top: Tensor, key: tuple[int, int], start: int) -> Tensor:
+    """Return the codes of variances, rounded at random so that the mean of their logarithms is right, [n] uint8.
+
+    Args:
+        values: [n] float32, consecutive elements of a tensor.
+        top: [] int32, of the tensor, as :func:`tops_to_dither` returns it.
+        key: Numbers >= 0 that stand for the random numbers of a tensor.
+        start: The place of the first value in the tensor.
+    """
+    first, stop = start // _PER_HASH, -(-(start + values.numel()) // _PER_HASH)
+    words = hashes(next_key(next_key(key[0]) ^ key[1]), first, stop - first, values.device)
+    random = words.view(torch.uint8)[start - first * _PER_HASH :][: values.numel()]
+    moved = values * _dither_table(values.device).index_select(0, random.to(torch.int32))
+    first_bits = moved.view(torch.int32) >> _MANTISSA_BITS - _FIRST_BITS  # of the mantissa, behind the exponent
+    points = _places_in_octave(values.device).index_select(0, first_bits & (1 << _FIRST_BITS) - 1)
+    points += (first_bits >> _FIRST_BITS) * POINTS
+    codes = torch.minimum((top + _EXPONENT_BIAS * POINTS - points).clamp_(0, LAST_CODE), top - _LOWEST)
+    return codes.to(torch.uint8).masked_fill_(values == 0, ZERO_CODE)
 
 
 def check_tops(tops: Tensor) -> None:

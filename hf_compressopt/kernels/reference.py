@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hf_compressopt.flat import chunk_numel
 from hf_compressopt.kernels.compact import Errors, Variance, keep_errors_, values_of_errors, values_of_variance
+from hf_compressopt.kernels.hashing import hashes, next_key
 from hf_compressopt.kernels.messages import IntegerFormat, MessageFormat
 
 #: Numbers of a sketch, and elements of a run of its own.
@@ -31,10 +32,6 @@ _LANES = 16
 _ROWS = SKETCH_NUMEL // _LANES
 _SIGNS = 64  # elements whose signs are one hash
 _MOST_SPANS, _LEAST_RUNS = 64, 16
-_GOLDEN = 0x9E3779B97F4A7C15
-_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SHIFTS = (30, 27, 31)
-_MASK = 2**64 - 1
 _PIECE = 1 << 15  # elements of rows that are summed at once per thread: a few pieces fit into a core's own cache
 _LONG_RUN, _DEVICE_RUN = 1 << 16, 1 << 23  # elements that become float64 at once, on a CPU and elsewhere
 
@@ -557,31 +554,12 @@ def sketch_(segments: Sequence[Segment], offset: int, seed: int, y: Tensor, squa
 def _placed(rows: Tensor, first_run: int, seed: int) -> Tensor:
     """Return whole runs with their signs, each number at its place in the sketch. rows: [runs * 4096]; likewise."""
     runs = rows.numel() // SKETCH_NUMEL
-    key = _hash(seed + _GOLDEN & _MASK)
-    words = _hashes(key, first_run * (SKETCH_NUMEL // _SIGNS), rows.numel() // _SIGNS, rows.device)
+    key = next_key(seed)
+    words = hashes(key, first_run * (SKETCH_NUMEL // _SIGNS), rows.numel() // _SIGNS, rows.device)
     bits = words.unsqueeze(1) >> torch.arange(_SIGNS, device=rows.device) & 1
     signed = torch.where(bits.view(-1).bool(), -rows, rows).view(runs, _ROWS, _LANES)
-    rotations = _hashes(_hash(key + _GOLDEN & _MASK), first_run, runs, rows.device).view(-1, 1)
+    rotations = hashes(next_key(key), first_run, runs, rows.device).view(-1, 1)
     from_row = (torch.arange(_ROWS, device=rows.device) - (rotations & _ROWS - 1)) % _ROWS  # [runs, rows]
     from_lane = (torch.arange(_LANES, device=rows.device) - (rotations >> 8 & _LANES - 1)) % _LANES  # [runs, lanes]
     run = torch.arange(runs, device=rows.device).view(-1, 1, 1)
     return signed[run, from_row.unsqueeze(2), from_lane.unsqueeze(1)]
-
-
-def _hash(x: int) -> int:
-    """Return the hash of a number. x: from 0 to 2^64 - 1."""
-    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
-        x = (x ^ x >> shift) * factor & _MASK
-    return x
-
-
-def _hashes(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return hash(key + i G) for i from ``first`` on, [count] int64, the bits of numbers without sign."""
-    x = torch.arange(first, first + count, dtype=torch.int64, device=device) * _signed(_GOLDEN) + _signed(key)
-    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
-        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
-    return x
-
-
-def _signed(x: int) -> int:
-    return x - 2**64 if x >= 2**63 else x

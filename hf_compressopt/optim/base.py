@@ -118,6 +118,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
     _intervals: Mapping[str, int | None] = {}
     #: True if there is a variance beside the momentum.
     has_variance: ClassVar[bool] = False
+    #: Messages from one refresh of the frozen variance to the next where none are given; 0 is no refresh.
+    default_variance_interval: ClassVar[int] = 0
     #: State tensors beyond the moments.
     extra_state: tuple[ExtraState, ...] = ()
     #: For a stage, the state tensors that are each rank's own beside the errors; "param" stands for the parameters.
@@ -397,7 +399,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         told = "with one rank nothing is sent, and so nothing is compressed"
         if self.communicator.world_size > 1:
             told = f"from here on gradients stay local, {sent} is sent as signs, and a reported grad_norm is {norm}"
+        interval = self.schedule.variance_interval
         frozen = ", the variance is frozen" if self.has_variance else ""
+        frozen += f" but for one message in {interval}" if interval else ""
         self._log(logging.INFO, "step %d: the %s stage ends%s; %s", plan.step, plan.stage.value, frozen, told)
 
     def _clip_of_errors(self) -> float:
@@ -877,7 +881,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _compare_bytes(self, plan: StepPlan) -> None:
         """Warn, once, if a step of the last stage sends more than gradients in 4 bits would."""
-        if self._bytes_compared or not (plan.stage.number and plan.synchronize) or self.communicator.rank != 0:
+        message_alone = not plan.refresh_steps or self.schedule.variance_interval == 1
+        told_already = self._bytes_compared or not (plan.stage.number and plan.synchronize)
+        if told_already or not message_alone or self.communicator.rank != 0:
             return
         self._bytes_compared = True
         numbers = self._metrics(self.traffic.mean_bytes(peek=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.math import sum_of
 from hf_compressopt.optim.options import NO_STATE
 from hf_compressopt.optim.overlap import OverlapSender
+from hf_compressopt.optim.refresh import VarianceRefresh, rows_of
 from hf_compressopt.optim.sharded import ShardedOverlap, freeze_moments, take_sharded_step
 from hf_compressopt.optim.state import HISTORY
 from hf_compressopt.schedules import AUTO, StepPlan, carry_history, variance_stability
@@ -42,8 +44,11 @@ class CompressedAdam(CompressedOptimizer):
             backward, with clip="late" after the warmup stage. 0 is off.
         variance_floor: At the end of the warmup stage every second moment is raised to this share of its tensor's mean,
             >= 0; 0 is off.
-        max_update: Largest change of an element in a step in which the variance does not learn, in learning rates and
-            without the weight decay, >= 0; None or 0 is off. It bounds what an outdated variance can do.
+        max_update: Largest change of an element in a step by a frozen variance, in learning rates and without the
+            weight decay, >= 0; None or 0 is off. It bounds what an outdated variance can do.
+        variance_interval: The frozen variance learns beside every so many-th message, >= 0, from gradients that are
+            averaged once more (in ``warmup_bits`` if these are 4 or 8, else in full). 0 leaves it as it was, as
+            published. None is 16, and 0 of OnebitLamb.
         amsgrad: Must be False.
         **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
 
@@ -53,6 +58,7 @@ class CompressedAdam(CompressedOptimizer):
     """
 
     has_variance = True
+    default_variance_interval = 16
 
     def __init__(
         self,
@@ -66,6 +72,7 @@ class CompressedAdam(CompressedOptimizer):
         zero_stage: int = 0,
         variance_floor: float = 0.01,
         max_update: float | None = 2.0,
+        variance_interval: int | None = None,
         amsgrad: bool = False,
         **options: Any,
     ) -> None:
@@ -77,6 +84,8 @@ class CompressedAdam(CompressedOptimizer):
             raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
         self._group_options = {"eps": eps, "bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt}
         self._fused_warmup = options.get("warmup_bits") != 32
+        interval = self.default_variance_interval if variance_interval is None else variance_interval
+        self._intervals = {**self._intervals, "variance_interval": interval}
         self._norms: list[tuple[int, Tensor]] = []  # by step; of the history of norms, but still on the device
         super().__init__(params, lr, **options)
 
@@ -92,6 +101,24 @@ class CompressedAdam(CompressedOptimizer):
         return [self.variance_floor, self.max_update or 0, self.zero_stage, self._fused_warmup]
 
     # -- the step ------------------------------------------------------------------------------------------------------
+
+    def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
+        super()._compressed_step(plan, states, gradients)
+        if plan.refresh_steps and plan.agree:
+            self._refresh_variance(plan, gradients)
+
+    def _refresh_variance(self, plan: StepPlan, gradients: Grads | None) -> None:
+        """Let the variance learn from a step (:mod:`~hf_compressopt.optim.refresh`). All ranks call.
+
+        ``gradients`` is None on a rank whose own are not usable, and which sends zeros.
+        """
+        states = [state for state in self._states if state.compressed]
+        refresh = (
+            VarianceRefresh(self.warmup_bits) if self.overlap is None else self.overlap.take_refresh(self.warmup_bits)
+        )
+        rows = chain.from_iterable(rows_of(state, gradients) for state in states)
+        refresh.send_all(rows if self.overlap is None else map(self.overlap.clip_row, rows))
+        refresh.take(states, plan.step, plan.refresh_steps, self.variance_floor)
 
     def _take_step_of_shards(self, states: Sequence[GroupState], gradients: Grads) -> None:
         take_sharded_step(states, gradients, self.sharded_overlap, bits=self.warmup_bits, fused=self._fused_warmup)

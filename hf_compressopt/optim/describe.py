@@ -54,7 +54,7 @@ class GroupTensors:
 
         Args:
             state: The param group.
-            frozen: Whether the variance does not change in the coming step.
+            frozen: Whether the variance is frozen in the coming step, refreshed or not.
             codes: Whether the variance comes in 8 bits.
             messages: Memory for the messages that are the momentum, if it comes as such.
             errors: Memory for the errors; the optimizer's own if None.
@@ -67,7 +67,7 @@ class GroupTensors:
         return cls(state, moments, state.errors if errors is None else errors, mask)
 
     def commit(self, *, frozen: bool) -> None:
-        """Take over what was filled. ``frozen``: whether the variance does not change in the coming step."""
+        """Take over what was filled. ``frozen``: whether the variance is frozen in the coming step."""
         state, ranks = self.state, self.state.communicator.world_size
         state.take_moments(state.moments.loaded(self.moments, frozen=frozen, world_size=ranks, form=state.form))
         if ranks == 1:

@@ -277,6 +277,7 @@ class OnebitLamb(CompressedAdam):
     """
 
     schedule_class = OnebitLambSchedule
+    default_variance_interval = 0
     extra_state = (
         ExtraState("exp_avg_sq_fresh", "element"),
         ExtraState("scaling_coeff", "parameter", 1.0),
@@ -310,6 +311,11 @@ class OnebitLamb(CompressedAdam):
             raise ValueError(f"coeff_beta must be in [0, 1), got {coeff_beta}")
         if trust_ratio not in TRUST_RATIOS:
             raise ValueError(f"trust_ratio must be one of {list(TRUST_RATIOS)}, got {trust_ratio!r}")
+        if trust_ratio == FROZEN and options.get("variance_interval"):
+            raise ValueError(
+                f"trust_ratio='frozen' needs variance_interval=0, got {options['variance_interval']}: its factors "
+                "compare later gradients with the variance at the switch"
+            )
         values = factor_max, factor_min, factor_threshold
         _check_frozen_options(trust_ratio, dict(zip(FROZEN_OPTIONS, values, strict=True)))
         self.trust_ratio = trust_ratio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,14 +21,17 @@ from hf_compressopt.kernels.compact import (
     NO_TOP,
     ZERO_CODE,
     decode_variance,
+    dithered_codes,
     encode_variance_,
     tops_of_variances,
+    tops_to_dither,
 )
 from hf_compressopt.kernels.memory import numbers_on, reads_at_once
 from hf_compressopt.optim.math import adam_step_
 
 #: The names of the two moments, in ``optimizer.state`` and in files.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_RUN, _RUN_ON_DEVICE = 1 << 18, 1 << 24  # elements of a variance that are refreshed at once
 
 
 class MomentShards:
@@ -188,7 +192,7 @@ class Moments:
     # -- what a compressed step reads and writes ----------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """Give a variance that does not change any more the form that it has from now on."""
+        """Give a variance that is frozen now the form that it has from now on."""
 
     def variance(self, start: int, stop: int) -> Variance:
         """Return the variances of the elements [start, stop), as kernels take them."""
@@ -208,6 +212,30 @@ class Moments:
 
     def free_float32(self) -> None:
         """Free the float32 buffers whose place another form has taken."""
+
+    # -- a refresh of the frozen variance -----------------------------------------------------------------------------
+
+    @property
+    def elements_at_once(self) -> int:
+        return _RUN if reads_at_once(self.exp_avg.device) else _RUN_ON_DEVICE
+
+    def variance_of(self, index: int, start: int, stop: int) -> Tensor:
+        """Return the variances of elements of one parameter, [n] float32. Do not change them."""
+        return self._part(self.exp_avg_sq, index)[start:stop]
+
+    @contextmanager
+    def refreshed(self, largest: Tensor, learns: Tensor, step: int) -> Iterator[Callable[[int, int, Tensor], None]]:
+        """Give a function that stores new variances of a parameter: its number, the first element, [n] float32.
+
+        ``largest``: the largest new one of each parameter, [parameters] float32; ``learns``: whether the parameter
+        takes new ones, [parameters] bool; ``step``: by which rounding at random differs from that of other steps.
+        """
+
+        def store(index: int, start: int, values: Tensor) -> None:
+            part = self._part(self.exp_avg_sq, index)[start : start + values.numel()]
+            part.copy_(torch.where(learns[index], values, part))
+
+        yield store
 
     # -- one parameter's ----------------------------------------------------------------------------------------------
 
@@ -277,7 +305,7 @@ class Moments:
     def loaded(self, read: Moments, *, frozen: bool, world_size: int, form: SignFormat) -> Moments:
         """Return the moments that go on after a load into what :meth:`to_fill` has returned.
 
-        ``frozen``: the variance does not change in the coming step. The coming messages are of ``world_size`` ranks.
+        ``frozen``: the variance is frozen in the coming step. The coming messages are of ``world_size`` ranks.
         """
         if isinstance(read, CompactMoments):
             read.decode()  # into the buffers that both have
@@ -338,6 +366,27 @@ class CompactMoments(Moments):
         if self.codes.numel():
             return LogVariance(self.codes[start:stop], self.tops)
         return super().variance(start, stop)
+
+    def variance_of(self, index: int, start: int, stop: int) -> Tensor:
+        if self.codes.numel():
+            return decode_variance(self._part(self.codes, index)[start:stop], self.tops[index])
+        return super().variance_of(index, start, stop)
+
+    @contextmanager
+    def refreshed(self, largest: Tensor, learns: Tensor, step: int) -> Iterator[Callable[[int, int, Tensor], None]]:
+        if not self.codes.numel():
+            with super().refreshed(largest, learns, step) as store_float32:
+                yield store_float32
+            return
+        tops = torch.where(learns, tops_to_dither(largest), self.tops)
+
+        def store(index: int, start: int, values: Tensor) -> None:
+            part = self._part(self.codes, index)[start : start + values.numel()]
+            codes = dithered_codes(values, tops[index], (step, index), start)
+            part.copy_(torch.where(learns[index], codes, part))
+
+        yield store
+        self.tops.copy_(tops)
 
     def exp_avg_sq_of(self, index: int) -> Tensor:
         if self.codes.numel():

@@ -7,8 +7,9 @@ travelled in messages of 4 bits, or as the option ``warmup_bits`` says:
     m = b1 m + (1 - b1) g                                                                   (1)
     v = b2 v + (1 - b2) g^2                                                                 (2)
     p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps)                                           (3)
-At the end of step freeze_step, once: m <- m^, v <- v^; in each tensor v <- max(v, variance_floor mean(v)); after that v
-stays as it is (``GroupState.freeze_variance``). m_r has (1 - b1) g_r in it: the errors of the warmup's messages of g,
+At the end of step freeze_step, once: m <- m^, v <- v^; in each tensor v <- max(v, variance_floor mean(v))
+(``GroupState.freeze_variance``). After that v learns beside every variance_interval-th message only
+(:mod:`~hf_compressopt.optim.refresh`). m_r has (1 - b1) g_r in it: the errors of the warmup's messages of g,
 times 1 - b1 (and the factor of clipping), become the first errors of m_r. freeze_step is an option, or the step from
 which v is stable (section 4.3): ``CompressedAdam._ends_warmup_stage`` decides.
 Compressed stage, t > freeze_step (``CompressedOptimizer._take_step`` chooses):
@@ -21,10 +22,10 @@ root mean square of its values, and
     on the rank that serves a chunk:  s = mean_r Q(u) + server_error;  server_error <- s - Q(s);  all ranks get Q(s),
 which is :func:`~hf_compressopt.collectives.exchange.all_reduce`. With one rank nothing is compressed.
 
-Beyond the paper are: weight decay, the 4 bits of the warmup stage, the corrected moments m^ and v^, the floor and the
-bound, a scale per block where the paper has one for all of m, and small tensors, which travel in full precision
-(:func:`~hf_compressopt.kernels.messages.travels_beside_signs`). A tensor whose v is 0 at the switch stands still. With
-``zero_stage`` the ranks share out (1), (2) and (3) (:mod:`~hf_compressopt.optim.sharded`).
+Beyond the paper are: weight decay, the 4 bits of the warmup stage, the corrected moments m^ and v^, the floor, the
+refreshes of v and the bound, a scale per block where the paper has one for all of m, and small tensors, which travel in
+full precision (:func:`~hf_compressopt.kernels.messages.travels_beside_signs`). A tensor whose v is 0 at the switch
+stands still. With ``zero_stage`` the ranks share out (1), (2) and (3) (:mod:`~hf_compressopt.optim.sharded`).
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class OnebitAdam(CompressedAdam):
         TypeError: For parameters that no option can make work.
     """
 
-    compact = True  # errors and the frozen v in 8 bits
+    compact = True  # errors, and v after the warmup stage, in 8 bits
     momentum_is_message = True  # in the compressed stage the last message is kept as m
     _clips = CLIPS
     zero_stages = (0, 1, 2)

@@ -29,6 +29,7 @@ from hf_compressopt.kernels.memory import reads_at_once
 from hf_compressopt.optim.gradients import Gradients
 from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.math import clip_factor
+from hf_compressopt.optim.refresh import Key, Row, VarianceRefresh
 from hf_compressopt.schedules import StepPlan
 
 #: Name of the tensor that holds what the next step's messages follow from: :class:`LastNorm`, and the loss scale.
@@ -38,7 +39,6 @@ GROWTH = 2.0
 
 Grads = Sequence["Tensor | None"]
 MessageOf = Callable[[StepPlan, GroupState, Bucket, BucketErrors, Grads], Combination]
-Key = tuple[int, int]  # number of the param group, first element of the bucket
 
 
 class LastNorm(NamedTuple):
@@ -55,6 +55,7 @@ class Backward:
     def __init__(self, last: LastNorm | None, loss_scale: float, world_size: int) -> None:
         self.loss_scale = loss_scale  # that the gradients carry
         self._last, self._squares = last, dict[Key, Tensor]()
+        self._growth = dict[Key, Tensor]()  # what growth() has returned
         self._total: Tensor | None = None
         # the ranks' own norms are at most so much larger than that of the mean if they are alike
         self._usual = 0.0 if last is None else last.usual
@@ -85,7 +86,17 @@ class Backward:
         own, known = self._total.sqrt(), self._last.norm
         norm = known * own / self._usual if self._usual > 0 else own
         coefficient = clip_factor(norm, self._last.max_norm)
-        return torch.where(own > GROWTH * self._usual, coefficient / self.coefficient(), 1.0)
+        self._growth[key] = torch.where(own > GROWTH * self._usual, coefficient / self.coefficient(), 1.0)
+        return self._growth[key]
+
+    def clipped(self, z: Combination, key: Key) -> Combination:
+        """Return a combination whose gradients, without loss scale, are clipped as in the message of a bucket."""
+        z, growth = replace(z, beta=z.beta * self.coefficient()), self._growth.get(key)
+        if growth is None:
+            return z
+        if reads_at_once(growth.device):  # which takes less than a pass over the gradients
+            return replace(z, beta=z.beta * float(growth))
+        return replace(z, grads=_times(z.grads or (), growth))
 
 
 def _times(segments: Sequence[Segment], factor: Tensor) -> list[Segment]:
@@ -189,6 +200,7 @@ class OverlapSender:
         self._plan: StepPlan  # of the coming step
         self.backward: Backward  # of the pass under way
         self._unclipped = False  # the last step of this process was not clipped
+        self._taken = set[int]()  # param groups whose messages the step under way takes
         self._loss_scale = self._assumed_scale = 1.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -243,14 +255,9 @@ class OverlapSender:
 
     def message(self, state: GroupState, bucket: Bucket, errors: BucketErrors, grads: Grads) -> Combination:
         """Return what is sent of a bucket, (1): of gradients with the loss scale."""
-        z = self._message_of(self._plan, state, bucket, errors, grads)
-        beta, segments = z.beta * self.backward.coefficient() / self.backward.loss_scale, z.grads or ()
-        growth = self.backward.growth((state.number, bucket.start), segments, state.device)
-        if growth is None:
-            return replace(z, beta=beta)
-        if reads_at_once(growth.device):  # which takes less than a pass over the gradients
-            return replace(z, beta=beta * float(growth))
-        return replace(z, beta=beta, grads=_times(segments, growth))
+        z, key = self._message_of(self._plan, state, bucket, errors, grads), (state.number, bucket.start)
+        self.backward.growth(key, z.grads or (), state.device)
+        return self.backward.clipped(replace(z, beta=z.beta / self.backward.loss_scale), key)
 
     def keep(self, key: Key, early: SentAverage | None) -> None:
         """Record a sent message (None) or its result, unless the message has been dropped."""
@@ -335,10 +342,20 @@ class OverlapSender:
     def commit(self, states: Sequence[GroupState]) -> None:
         """Await the sent messages, and take over the errors of those that the step under way uses."""
         self._await()
-        sent = {number for number, _ in self._arrived}
+        self._taken = {number for number, _ in self._arrived}
         for state in states:
-            if state.number in sent:
+            if state.number in self._taken:
                 state.errors.commit()
+
+    def clip_row(self, row: Row) -> Row:
+        """Return gradients of a refresh, clipped as in the message that the step under way takes, if it had left."""
+        if row.state.number not in self._taken:
+            return row
+        return row._replace(message=self.backward.clipped(row.message, row.key))
+
+    def take_refresh(self, bits: int) -> VarianceRefresh:
+        """Return the averages that refresh the variance in the step under way, as far as they were sent."""
+        return VarianceRefresh(bits)
 
     def take_average(self, state: GroupState, bucket: Bucket) -> Average | None:
         """Return the compressed mean of a bucket whose messages were sent; None if none were."""
@@ -401,7 +418,7 @@ class OverlapSender:
         elif taken:
             self._tensors.pop(LATE_CLIP, None)
         self._unclipped = self._noted is None if taken else self._unclipped
-        self._noted = None
+        self._noted, self._taken = None, set()
         self._await()
         self._forget()
 

@@ -63,7 +63,8 @@ from hf_compressopt.optim.gradients import Gradients, Grads, MeanNorm, find_faul
 from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.math import adam_step_, correct_bias_, sum_of
 from hf_compressopt.optim.moments import CompactMoments, MomentShards, part_of
-from hf_compressopt.optim.overlap import UNCLIPPED, Backward, Key, MessageOf, OverlapSender, SignBucket
+from hf_compressopt.optim.overlap import UNCLIPPED, Backward, MessageOf, OverlapSender, SignBucket
+from hf_compressopt.optim.refresh import Key, Row, VarianceRefresh
 from hf_compressopt.schedules import StepPlan
 
 _Counts = tuple[Sequence[float], Sequence[float]]
@@ -340,6 +341,13 @@ class _SentGradients:
     sketches: dict[int, _Sketch] | None = None  # by bucket, if sketches are taken
     fault: Exception | None = None  # in a gradient of this rank
     is_late: bool = False  # a gradient came after a part of it was sent, or a pass after one that had raised
+    refresh: VarianceRefresh | None = None  # if the variance learns from them
+
+    def refresh_in(self, bits: int) -> VarianceRefresh:
+        """Return what refreshes the variance, in messages of so many bits; it is made at its first use."""
+        if self.refresh is None:
+            self.refresh = VarianceRefresh(bits)
+        return self.refresh
 
 
 class ShardedOverlap(OverlapSender):
@@ -497,10 +505,17 @@ class ShardedOverlap(OverlapSender):
                 start = self._start_in_sketch(state) + bucket.start
                 kernels.on(state.device).sketch_(segments, start, self._plan.step, *sketch)
             tasks.add(SignBucket.average([due], grads))
+            if self._plan.refresh_steps:
+                tasks.add(self._refresh(Row.of(state, bucket, segments, 1 / self.backward.loss_scale)))
         for number in self._members[index]:
             self._parts_to_send[number] -= 1
             if not self._parts_to_send[number]:
                 self._params[number].grad = None
+
+    def _refresh(self, row: Row) -> Task[None]:
+        """Average gradients that refresh the variance, clipped as in the message that is under way."""
+        row = row._replace(message=self.backward.clipped(row.message, row.key))
+        yield from self._sent.refresh_in(self._form.bits).send([row])
 
     def _start_in_sketch(self, state: GroupState) -> int:
         """Return the place of a group's first element in the sketch of all ranks' gradients."""
@@ -649,6 +664,9 @@ class ShardedOverlap(OverlapSender):
     def present(self, state: GroupState, others: Sequence[bool]) -> Sequence[bool]:
         """Return for each parameter of a group whether this rank had a gradient: as ``others`` say if none was sent."""
         return self._sent.present.get(state.number, others) if self.holds_gradients() else others
+
+    def take_refresh(self, bits: int) -> VarianceRefresh:
+        return self._sent.refresh_in(bits)
 
     def take_means(self) -> dict[Key, Tensor]:
         """Return the means of this rank's chunks, clipped; none if nothing was sent."""

@@ -297,7 +297,7 @@ class StateToLoad:
 
 
 def variance_is_frozen(optimizer: Stateful, header: dict[str, Any]) -> bool:
-    """Return whether the variance does not change in the step that follows a state."""
+    """Return whether the variance is frozen in the step that follows a state, refreshed or not."""
     schedule = type(optimizer.schedule).of(header["schedule"])
     return schedule.plan(header["step"] + 1).stage.number > 0
 

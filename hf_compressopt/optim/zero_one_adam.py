@@ -12,7 +12,8 @@ Local-step stage: each rank alone, in every step,
 and in a sync, all together,
     y = compressed_all_reduce(u_r), times the mask;  m <- y / lrs                           (6)
     p <- decay anchor - bounded(y / (sqrt(v) + eps));  anchor <- p;  u, lrs <- 0;  decay <- 1  (7)
-where bounded(d) cuts every element of d to +-max_update, in (7) to +-max_update lrs.
+where bounded(d) cuts every element of d to +-max_update, in (7) to +-max_update lrs. Beyond the
+paper, in every variance_interval-th sync v learns from the ranks' gradients (:mod:`~hf_compressopt.optim.refresh`).
 """
 
 from __future__ import annotations
@@ -401,6 +402,8 @@ class ZeroOneAdam(CompressedAdam):
             self._local_step(state, None if gradients is None else gradients[state.number])
         if plan.synchronize:
             self._sync(plan, states, written)
+        if plan.refresh_steps:
+            self._refresh_variance(plan, gradients)
         beside_sync = plan.synchronize or self.plan_at(plan.step + 1).synchronize
         self._interval.expect(bits=beside_sync)
 

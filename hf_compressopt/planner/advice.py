@@ -62,14 +62,15 @@ class Change(IntEnum):
     BOTH_WAYS = 3, "gradients and parameters are rounded to 4 bits, with error feedback"
     FROZEN = (
         4,
-        "gradients are rounded in the warmup stage; after it the variance is frozen, and momentum travels as signs",
+        "gradients are rounded in the warmup stage; after it momentum travels as signs, and the variance learns beside "
+        f"every {ALGORITHMS['onebit_adam'].default_variance_interval}th message only",
     )
     ALONE = (
         5,
         f"as with onebit_adam, and ranks step alone for up to {ZeroOneSchedule().local_step_clipper} steps: "
         "with a few examples per rank the loss ends 1 to 2 % higher",
     )
-    LAMB = 6, "as with onebit_adam, and LAMB takes the place of Adam"
+    LAMB = 6, "as with onebit_adam, but LAMB takes the place of Adam, and after the warmup stage its variance is frozen"
 
     def __new__(cls, value: int, words: str) -> Change:
         """Make a member of its number and its words."""
@@ -173,9 +174,15 @@ def _onebit(model: Model, name: str, steps: int, zero_stage: int = 0) -> dict[st
     averaged = model.shared_out(**sent) if zero_stage else model.averaged()
     if first == steps:
         return {"warmup": averaged, _WHOLE_RUN: averaged}
-    compressed = model.compressed(_PASSES[name], **sent)
+    compressed = _refreshed(model, name, model.compressed(_PASSES[name], **sent))
     whole = average([(first, averaged), (steps - first, compressed)])
     return {"warmup": averaged, "compressed": compressed, _WHOLE_RUN: whole}
+
+
+def _refreshed(model: Model, name: str, step: Step, every: int = 1) -> Step:
+    """The mean step of a stage after the warmup stage, beside some of whose messages the variance learns."""
+    interval = ALGORITHMS[name].default_variance_interval * every
+    return average([(interval - 1, step), (1, step + model.refresh())]) if interval else step
 
 
 def _zero_one(model: Model, steps: int) -> dict[str, Step]:
@@ -183,7 +190,8 @@ def _zero_one(model: Model, steps: int) -> dict[str, Step]:
     weighed: dict[str, list[tuple[float, Step]]] = defaultdict(list)
     for (stage, kind), count in zero_one_shares(min(steps, _ENOUGH_STEPS), _is_low_bit(model)).items():
         learning = stage is Stage.VARIANCE
-        step = (averaged if kind else gradient) if learning else model.local_steps(kind)
+        local = (averaged if kind else gradient) if learning else model.local_steps(kind)
+        step = local if learning else _refreshed(model, "zero_one_adam", local, kind)
         for name in (stage.value, _WHOLE_RUN):
             weighed[name].append((count, step))
     return {name: average(weighed[name]) for name in ("variance", "local-step", _WHOLE_RUN) if name in weighed}

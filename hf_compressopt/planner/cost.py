@@ -281,6 +281,23 @@ class Model:
         step, beside = replace(messages, seconds=seconds), self.training.beside_signs * FLOAT_BYTES
         return step + ring(self.cluster, beside, passes=2) if beside else step
 
+    def refresh(self) -> Step:
+        """What a refresh of the frozen variance adds to a step: averaged gradients, in warmup_bits, as in (4)."""
+        ranks, bits, numel = self.cluster.ranks, self.training.warmup_bits, self.training.params
+        # codes, message -> codes, and once before to see the largest: operations of torch, 25 times in and out
+        learn = 50 * FLOAT_BYTES
+        if bits not in INTEGER_BITS:
+            messages = ring(self.cluster, numel * FLOAT_BYTES, passes=2)
+            return replace(messages, seconds=messages.seconds + self._over_memory(self.training.itemsize + learn))
+        message = bits / 8
+        first, then = self._phases(IntegerFormat(bits))
+        messages = (first + then) * self.buckets
+        # gradient -> message; messages of a chunk -> message
+        make = self.training.itemsize + 2 * message + 2 * message / ranks + self._node_passes
+        step = replace(messages, seconds=self._pipelined(make + 2 * message + learn, messages))
+        beside = self.training.beside_signs * FLOAT_BYTES
+        return step + ring(self.cluster, beside, passes=2) if beside else step
+
     def low_bit(self, bits: int, *, deferred: bool = False) -> Step:
         """A step of DDP with gradients in messages of 4 or 8 bits, (5).
 

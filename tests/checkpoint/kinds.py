@@ -35,9 +35,9 @@ class Kind(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ((5, 7), (11,), (0, 4), ())
 
 
-ONEBIT: dict[str, Any] = {"freeze_step": 2, "bucket_cap_mb": 0.0001, "scale_block": 16}
+ONEBIT: dict[str, Any] = {"freeze_step": 2, "bucket_cap_mb": 0.0001, "scale_block": 16, "variance_interval": 2}
 ZERO_ONE = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 4}
-ZERO_ONE |= {"bucket_cap_mb": 0.0001, "scale_block": 16}
+ZERO_ONE |= {"bucket_cap_mb": 0.0001, "scale_block": 16, "variance_interval": 1}
 ZERO = {"reduce_bucket_size": 40}
 BF16 = torch.bfloat16
 

@@ -43,6 +43,7 @@ TABLE: list[tuple[str, str, dict[str, Any], bool]] = [
     ("clip", LAMB, {"clip": "local"}, True),
     ("max_update", ONEBIT, {"max_update": 0.05}, True),
     ("max_update", ZERO_ONE, {"max_update": 0.05}, True),
+    *(("variance_interval", name, {"variance_interval": 1}, True) for name in (ONEBIT, ZERO_ONE, LAMB)),
     ("bias_correction", ONEBIT, {"bias_correction": False}, True),
     ("eps_inside_sqrt", ONEBIT, {"eps_inside_sqrt": True}, True),
     ("scale_block", ONEBIT, {"scale_block": None}, True),

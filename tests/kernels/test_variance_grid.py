@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels.compact import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, tops_of_variances
+from hf_compressopt.kernels.compact import (
+    NO_TOP,
+    ZERO_CODE,
+    decode_variance,
+    dithered_codes,
+    encode_variance_,
+    tops_of_variances,
+    tops_to_dither,
+)
 
 
 def encoded(values: Tensor) -> tuple[Tensor, int]:
@@ -50,3 +58,21 @@ def test_codes_may_lie_in_the_memory_of_the_values() -> None:
     expected, top = encoded(values)
     codes = values.view(torch.uint8)[: values.numel()]
     assert encode_variance_(values, codes) == top and torch.equal(codes, expected)
+
+
+def test_rounding_at_random_is_right_in_the_mean_and_says_the_same_of_any_part() -> None:
+    """A refresh changes most codes by less than a half: rounded to the nearest, they would never change."""
+    values = variances(20)
+    top = tops_to_dither(values.max().view(1))[0]
+    logarithms = torch.zeros(values.shape, dtype=torch.float64)
+    for step in range(256):
+        codes = dithered_codes(values, top, (step, 3), 0)
+        found = torch.log2(decode_variance(codes, top).double())
+        assert (found - torch.log2(values.double())).abs().max() <= 1 / 8 + 1e-3
+        logarithms += found / 256
+    errors = logarithms - torch.log2(values.double())
+    assert errors.abs().max() < 0.04 and abs(float(errors.mean())) < 1e-3
+    parts = [dithered_codes(part, top, (255, 3), start) for part, start in ((values[:1001], 0), (values[1001:], 1001))]
+    assert torch.equal(codes, torch.cat(parts))
+    others = [dithered_codes(values, top, key, 0) for key in ((254, 3), (255, 4))]
+    assert not any(torch.equal(codes, other) for other in others)

@@ -9,7 +9,7 @@ from torch.nn import functional
 from hf_compressopt import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, average_gradients
 from hf_compressopt.kernels import messages
 from tests.support.forms import in_form
-from tests.support.harness import on_ranks
+from tests.support.harness import on_ranks, same_on_all_ranks
 
 STEPS, FREEZE = 90, 30
 ZERO_ONE = {"var_freeze_step": FREEZE, "var_update_scaler": 8, "local_step_scaler": 15, "local_step_clipper": 4}
@@ -79,6 +79,47 @@ def test_no_element_moves_far_further_than_without_compression(rank: int, world_
         found = train(rank, kind, options, autocast)
         context = f"{kind.__name__}, {options}: moved and loss {found}, without compression {moved, loss}"
         assert found[0] < 20 * moved and found[1] < 1.01 * loss, context
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks()
+def test_the_variance_follows_gradients_that_grow_and_shrink_after_the_switch(rank: int, world_size: int) -> None:
+    """By AdamW's own second moments, in 4 bits and codes; a tensor that is not used keeps its variance."""
+    sizes = (64, 128), (40, 40), (64, 128), (300,)
+
+    def growth(index: int, step: int) -> float:
+        return (1.0, 30.0, 0.05, 5.0, 1.0)[index] if step > 60 else 1.0
+
+    found: dict[str, list[torch.Tensor]] = {}
+    kinds = {"adamw": (torch.optim.AdamW, {}), "compact": (OnebitAdam, {"freeze_step": 60})}
+    kinds |= {
+        "frozen": (OnebitAdam, {"freeze_step": 60, "variance_interval": 0}),
+        "0/1": (
+            ZeroOneAdam,
+            {"freeze_step": 60, "var_update_scaler": 60, "local_step_scaler": 50, "local_step_clipper": 2},
+        ),
+        "released": (OnebitAdam, {"freeze_step": 60, "zero_stage": 2}),
+        "float32": (in_form(OnebitAdam, "float32"), {"freeze_step": 60}),
+    }
+    for name, (kind, options) in kinds.items():
+        params = [torch.nn.Parameter(torch.zeros(size)) for size in (*sizes, (9, 32))]
+        optimizer = kind(params, lr=1e-3, betas=(0.9, 0.995), weight_decay=0.0, **options)
+        for step in range(1, 301):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            noises = [growth(i, step) * torch.randn(p.shape, generator=generator) for i, p in enumerate(params)]
+            used = list(zip(params, noises, strict=True))[: None if step <= 60 else -1]
+            sum(((param * noise).sum() for param, noise in used), torch.zeros(())).backward()
+            average_gradients(optimizer if hasattr(optimizer, "plan") else params)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = [optimizer.state[param]["exp_avg_sq"].clone() for param in params]
+        assert same_on_all_ranks(found[name]), name
+    for name in ("compact", "released", "float32", "0/1"):
+        for index, size in enumerate(sizes):
+            means = [float(found[each][index].mean()) for each in (name, "adamw")]
+            assert 0.7 < means[0] / means[1] < 1.4, f"{name}, tensor {index} of {size}: {means}"
+        assert float(found[name][4].mean()) == pytest.approx(float(found["frozen"][4].mean()), rel=0.1), name
+    assert float(found["frozen"][1].mean()) < 0.01 * float(found["adamw"][1].mean()), "the problem must need refreshes"
 
 
 @on_ranks(2)

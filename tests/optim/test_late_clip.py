@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_compressopt
 from hf_compressopt import OnebitAdam, attach_ddp
-from hf_compressopt.kernels import Segment
+from hf_compressopt.kernels import Combination, Segment
 from hf_compressopt.optim import overlap
 from hf_compressopt.optim.group import finish
 from hf_compressopt.optim.overlap import LATE_CLIP, Backward, LastNorm, OverlapSender
@@ -115,6 +115,7 @@ def test_messages_carry_the_coefficient_of_the_step_before(rank: int, world_size
             other.load_state_dict(net.state_dict())
             oracle.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             oracle._compressed = partial(with_clipped_gradients, oracle._compressed, coefficient)
+            oracle._refresh_variance = partial(refresh_by_clipped_gradients, oracle._refresh_variance, coefficient)
             for p, grad in zip(other.parameters(), grads, strict=True):
                 p.grad = grad
             oracle.step()
@@ -134,6 +135,10 @@ def test_messages_carry_the_coefficient_of_the_step_before(rank: int, world_size
     assert norms == pytest.approx(true, rel=0.1)
 
 
+def refresh_by_clipped_gradients(refresh: Any, coefficient: float, plan: Any, gradients: Any) -> None:
+    refresh(plan, [[None if grad is None else grad * coefficient for grad in grads] for grads in gradients])
+
+
 def with_clipped_gradients(compressed: Any, coefficient: float, step: Any) -> Any:
     """Take the compressed step of a bucket with gradients that are multiplied by a coefficient."""
     exchange = compressed(step)
@@ -148,7 +153,10 @@ def test_a_rank_whose_gradient_grows_clips_by_its_growth() -> None:
         backward = Backward(last, scale, 4)
         parts = [Segment(scale * f * grad, 0, 100, 0) for f in factors]
         grown = [backward.growth((0, n), [part], grad.device) for n, part in enumerate(parts)]
-        return [backward.coefficient() * (1.0 if each is None else float(each)) for each in grown]
+        found = [backward.coefficient() * (1.0 if each is None else float(each)) for each in grown]
+        rows = [Combination(100, grad.device, grads=[part]) for part in parts]  # as of a refresh, which clips no less
+        assert [backward.clipped(row, (0, n)).beta for n, row in enumerate(rows)] == pytest.approx(found)
+        return found
 
     assert coefficients(None, 1.0, 1e9) == [1.0]
     usual = LastNorm(1.0, 0.5, 1.5)

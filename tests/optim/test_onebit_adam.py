@@ -118,7 +118,8 @@ def train_embedding(rank, world_size, lr, floor, largest):
     """Largest move and largest |m| of each of 100 compressed steps, and mean(v) as it was before the floor."""
     freeze_step, (rows, columns) = 20, (64, 16)
     p = torch.nn.Parameter(torch.zeros(rows, columns))
-    optimizer = OnebitAdam([p], lr=lr, freeze_step=freeze_step, variance_floor=floor, scale_block=64, max_update=0)
+    options = {"variance_floor": floor, "scale_block": 64, "max_update": 0, "variance_interval": 0}
+    optimizer = OnebitAdam([p], lr=lr, freeze_step=freeze_step, **options)
     generator = torch.Generator().manual_seed(rank)
     variance = torch.zeros(rows, columns, dtype=torch.float64)
     moves, scales = [], []
@@ -215,15 +216,17 @@ def test_huge_finite_gradient_leaves_no_poison(rank, world_size):
 def test_metrics_count_bytes(rank, world_size, kind):
     numel = 40_000
     formula = bytes_of_a_compressed_step(numel, world_size, 64)
-    p = torch.nn.Parameter(torch.ones(numel))
-    optimizer = kind([p], freeze_step=1, scale_block=64)
+    p = torch.nn.Parameter(torch.ones(numel // 50, 50))
+    optimizer = kind([p], freeze_step=1, scale_block=64, variance_interval=4)
     seen = []
-    for _ in range(3):
-        seed = 0 if optimizer.plan.reduce_grads else rank
-        p.grad = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    for _ in range(4):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(rank))
+        average_gradients(optimizer)
         optimizer.step()
         seen.append(optimizer.metrics())
-    warmup, _, compressed = seen
+    warmup, _, compressed, refreshed = seen
+    beside = refreshed["bytes_sent_step"] - compressed["bytes_sent_step"]  # gradients as in the warmup stage
+    assert abs(beside - warmup["bytes_sent_step"]) <= 64 * world_size
     assert warmup["stage"] == 0.0 and compressed["stage"] == 1.0
     assert compressed["step"] == 3.0 and compressed["skipped_steps"] == 0.0
     assert all(isinstance(value, float) for value in compressed.values())

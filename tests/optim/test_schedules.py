@@ -14,7 +14,7 @@ import hf_compressopt
 from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam, load_state, save_state
 from hf_compressopt.checkpoint.compressed import FlatState
 from hf_compressopt.optim.lamb import OnebitLambSchedule
-from hf_compressopt.schedules import AUTO, Schedule, Stage, Warmup, ZeroOneSchedule
+from hf_compressopt.schedules import AUTO, RunSchedule, Schedule, Stage, Warmup, ZeroOneSchedule
 from tests.support.harness import run_ranks
 from tests.support.logs import log_lines
 
@@ -125,6 +125,18 @@ def test_auto_stays_in_the_warmup_stage_until_it_finds_a_step(schedule: type[Sch
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+def test_refreshes_are_those_of_the_run_and_not_of_the_state_it_resumes(schedule: type[Schedule]) -> None:
+    older = {name: value for name, value in schedule(freeze_step=5).options().items() if name != "variance_interval"}
+    for saved in (schedule.of(older), schedule(freeze_step=5, variance_interval=4)):
+        run = RunSchedule(schedule(freeze_step=9, variance_interval=8), ["freeze_step"], low_bit=True)
+        run.resume(saved, next_step=7)
+        assert (run.schedule.freeze_step, run.schedule.variance_interval) == (5, 8)
+        interval = 8 * getattr(run.schedule, "local_interval", lambda step: 1)(6)
+        assert [t for t in range(1, 40) if run.schedule.plan(t).refresh_steps] == [*range(interval, 40, interval)]
+        assert run.schedule.plan(interval).refresh_steps == interval
+
+
+@pytest.mark.parametrize("schedule", [Schedule, ZeroOneSchedule])
 def test_schedules_of_headers_are_checked(schedule: type[Schedule]) -> None:
     options = schedule().options()
     before = {name: value for name, value in options.items() if name != "min_freeze_step"}  # of an earlier version

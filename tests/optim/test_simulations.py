@@ -65,6 +65,21 @@ from tests.support.spreading import Share, spread
 
 ONE = [{"shapes": ODD}]
 INSIDE = {"eps_inside_sqrt": True, "eps": 0.05}
+
+
+def refreshed_cases(interval: int) -> list[Case]:
+    """Cases whose variance learns on after the warmup stage; one tensor has no gradient in some of the refreshes."""
+    learns, missing = (
+        {"variance_interval": interval, "lr": 0.01, "betas": (0.8, 0.9)},
+        ((6, None, 0, 1), (12, None, 0, 3)),
+    )
+    return [
+        Case("refreshed", [*ONE, {"shapes": [(5,)], "non_freeze": True}], learns, missing=missing),
+        Case("refreshed_and_clipped", mixed_groups(0.02), {**learns, "max_grad_norm": 0.5, "scale_block": 8}),
+        Case("refreshed_without_floor", ONE, {**learns, "variance_floor": 0.0, "weight_decay": 0.1}),
+    ]
+
+
 ONEBIT_ADAM = [
     *(Case(f"block_{block}", ONE, {"lr": 0.01, "scale_block": block}) for block in (None, 8, 64, 4096)),
     *shared_cases(),
@@ -72,6 +87,7 @@ ONEBIT_ADAM = [
     Case("no_bias_correction", ONE, {"bias_correction": False, "scale_block": 8}),
     Case("eps_inside_no_correction", ONE, {**INSIDE, "bias_correction": False, "weight_decay": 0.1}),
     Case("bounded", ONE, {"max_update": 0.4, "variance_floor": 0.0, "weight_decay": 0.1, "lr": 0.01}),
+    *refreshed_cases(3),
     *(
         Case(f"large_{block}", [{"shapes": [(131, 133), (9,)]}], {"scale_block": block}, freeze_step=2, steps=5)
         for block in (None, 4096)
@@ -79,6 +95,7 @@ ONEBIT_ADAM = [
 ]
 FROZEN = {"trust_ratio": "frozen"}
 ONEBIT_LAMB = [
+    *refreshed_cases(3),
     *(Case(f"block_{block}", ONE, {"lr": 0.01, "scale_block": block}) for block in (None, 8, 64)),
     *shared_cases(),
     BESIDE,
@@ -172,9 +189,10 @@ ZERO_ONE_ADAM = [
         )
     ),
     case("lr_zero_always", lrs=zero_lr((1, 24))),
+    *(dataclasses.replace(each, kwargs=each.kwargs | SCHEDULE, steps=STEPS) for each in refreshed_cases(2)),
     case("large", [{"shapes": [(61, 133), (9,)]}], LARGE, steps=6),
 ]
-NOT_FINITE = case("not_finite", ONE, {"scale_block": 8})
+NOT_FINITE = case("not_finite", ONE, {"scale_block": 8, "variance_interval": 1})
 #: The problems of each algorithm, its cases, and the tolerances of the momentum.
 FAMILY: dict[str, tuple[type[Problem], list[Case], tuple[float, float]]] = {
     "OnebitAdam": (Problem, ONEBIT_ADAM, (4e-6, 2e-6)),
@@ -395,6 +413,7 @@ def solve_runs(rank: int, world_size: int, rows: list[tuple[Problem, Run]], more
             **take_own_blocks(problem.case.kwargs),
             **run.schedule(),
             "warmup_bits": run.bits,
+            "variance_interval": 0,
             **run.options,
             **more,
         }

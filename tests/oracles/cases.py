@@ -15,6 +15,7 @@ import torch
 
 from hf_compressopt import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 from hf_compressopt.kernels import messages
+from hf_compressopt.optim.compressed_adam import CompressedAdam
 from tests.oracles.simulation import OnebitAdamSimulation, OnebitLambSimulation, ZeroOneAdamSimulation
 from tests.support.forms import in_form
 
@@ -247,6 +248,10 @@ def make_optimizer(problem: Problem, form: str | None = None, **kwargs):
     """The optimizer, in a form of the state, and its parameters, [group][parameter]."""
     params, groups = make_params(problem)
     options = {**problem.schedule, **take_own_blocks(problem.case.kwargs), **kwargs}
+    if issubclass(problem.optimizer, CompressedAdam):
+        # a refresh averages in warmup_bits what a simulation averages exactly
+        exact = {"warmup_bits": 32} if "variance_interval" in options else {"variance_interval": 0}
+        options = {**exact, **options}
     return in_form(problem.optimizer, form)(groups, **options), params
 
 

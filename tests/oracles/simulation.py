@@ -182,10 +182,12 @@ class Simulation:
         bucket_numel: int = 6_553_600,
         node_size: int = 1,
         own_blocks: int = 0,
+        variance_interval: int = 0,
     ):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self.groups = [self.group_class(**{**defaults, **group}) for group in groups]
         self.world_size, self.bucket_numel, self.max_update = world_size, bucket_numel, max_update or np.inf
+        self.variance_interval = variance_interval  # of refreshes, whose gradients are averaged exactly
         self.own_blocks = own_blocks  # smaller tensors travel in full precision
         self.node_size = node_size  # of the hierarchical topology; a rank's worker error is its node's
         self.bias_correction, self.eps_inside_sqrt, self.clip = bias_correction, eps_inside_sqrt, clip
@@ -224,6 +226,19 @@ class Simulation:
 
     def _denominator(self, v: Array, eps: float) -> Array:
         return np.sqrt(v + eps) if self.eps_inside_sqrt else np.sqrt(v) + eps
+
+    def _refreshes(self, interval: int = 1) -> bool:
+        """Return whether the step refreshes the variance; there are messages every ``interval`` steps."""
+        return self.variance_interval > 0 and self.step_count % (self.variance_interval * interval) == 0
+
+    def _refreshed(self, v: Array, grads: Sequence[Any], beta2: float, interval: int = 1) -> Array:
+        """A tensor's frozen variance after a refresh by all ranks' gradients; without a variance it stays so."""
+        mean = sum(np.zeros_like(v) if g is None else g.reshape(v.shape) for g in grads) / self.world_size
+        if not v.any() or not mean.any() or not np.isfinite(mean).all():
+            return v
+        memory = max(beta2 ** (self.variance_interval * interval), 7 / 8)
+        v = memory * v + (1 - memory) * mean * mean
+        return np.maximum(v, self.variance_floor * v.mean())
 
     def _all_reduce(self, group: SimulatedGroup, messages: Sequence[Array]) -> Array:
         mean, places = np.mean(messages, axis=0), self._sent_as_signs(group)
@@ -264,6 +279,8 @@ class OnebitAdamSimulation(Simulation):
             local = scaled(grads, index, [factor] * self.world_size)
             if compressed and not group.non_freeze:
                 self._compressed_step(group, local)
+                for i, v in enumerate(group.exp_avg_sq if self._refreshes() else ()):
+                    group.exp_avg_sq[i] = self._refreshed(v, [rank[i] for rank in local], group.betas[1])
             else:
                 self._warmup_step(group, local)
                 if self.step_count == self.freeze_step and not group.non_freeze:
@@ -558,6 +575,10 @@ class ZeroOneAdamSimulation(Simulation):
                 self._local_step(group, local, finite)
                 if self.is_sync(t) and group.lrs > 0:
                     self._synchronize(group)
+                every = self.local_interval(t)
+                for i, at in enumerate(group.slices if self._refreshes(every) else ()):
+                    used = [rank[i] if usable else None for rank, usable in zip(local, finite, strict=True)]
+                    group.v[at] = self._refreshed(group.v[at], used, group.betas[1], every)
             if t == self.var_freeze_step and not group.non_freeze:
                 self._freeze(group)
         return True

@@ -462,7 +462,9 @@ def test_a_vector_with_blocks_of_its_own_travels_as_signs(
     training = Training(sum(param.numel() for param in net.parameters()), quantities.seconds("350ms"))
     training = replace(training, in_full=sum(sizes), beside_signs=sum(sizes) - 9000)  # in one bucket
     model = Model(training, Cluster(4, 2, 1.25e9))
-    assert steps["OnebitAdam"]["compressed"]["sent"] == model.compressed(ONEBIT_ADAM).sent
+    alone, interval = model.compressed(ONEBIT_ADAM), OnebitAdam.default_variance_interval
+    mean = cost.average([(interval - 1, alone), (1, alone + model.refresh())])
+    assert steps["OnebitAdam"]["compressed"]["sent"] == mean.sent > alone.sent
     assert steps["grad_compression=int4"]["every step"]["sent"] == model.low_bit(4).sent
 
 

@@ -57,6 +57,7 @@ def make(
     groups += [{"params": kept, "non_freeze": True}] if mixed else []
     schedule = {} if name == "ZeroOneAdam" else {"freeze_step": FREEZE}
     settings = {"lr": 1e-2, "weight_decay": 0.1, "scale_block": 64, "bucket_cap_mb": bucket_cap(500), **schedule}
+    settings |= {} if name == "OnebitLamb" else {"variance_interval": 2}
     settings |= {"clip": clip, "max_grad_norm": max_grad_norm, **options}
     return net, in_form(getattr(hf_compressopt, name), form)(groups, **settings)
 

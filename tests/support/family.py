@@ -37,7 +37,7 @@ def make(
     """An optimizer after some steps; the warmup stage ends with step 3."""
     torch.manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    schedule = {} if name == "ZeroOneAdam" else {"freeze_step": 3}
+    schedule = {"variance_interval": 1} if name == "ZeroOneAdam" else {"freeze_step": 3, "variance_interval": 2}
     settings = {"lr": 1e-2, "bucket_cap_mb": bucket_cap(200), **schedule, **options}
     optimizer = in_form(getattr(hf_compressopt, name), form)(params, **settings)
     go_on(rank, params, optimizer, range(stop))
