@@ -43,7 +43,7 @@ from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.format.index import NODE_SIZE
-from hf_compressopt.kernels.memory import fetch_later, numbers_on, reads_at_once
+from hf_compressopt.kernels.memory import fetch_later, numbers_on
 
 logger = logging.getLogger(__name__)
 
@@ -347,7 +347,7 @@ class GradientCompression:
         A parameter without a gradient on any rank stays without one.
 
         Raises:
-            TypeError: For sparse gradients: on all ranks together, on GPUs if each rank lacks one or has a sparse one.
+            TypeError: For sparse gradients, on all ranks together if their gradients have the same layouts.
         """
         if self.communicator.world_size > 1:
             self._record.passes.run_in_loop(self.communicator)
@@ -364,9 +364,7 @@ class GradientCompression:
             mine = [0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else 2.0 for p in self.params]
             present = numbers_on(self.communicator.device, mine)
             self.communicator.all_reduce(present, op="max").wait()
-            # a GPU's host waits only where a gradient is missing: then another rank's may be sparse
-            waits = reads_at_once(self.communicator.device) or not set(mine) <= {1.0}
-            found = present.tolist() if waits else mine
+            found = mine if set(mine) <= {1.0} else present.tolist()  # another wait for a GPU, where one is missing
             if 2.0 in found:
                 raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
             self._start()

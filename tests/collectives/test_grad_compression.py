@@ -5,7 +5,6 @@ import json
 import pickle
 import unittest.mock
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import TestCase
@@ -218,20 +217,6 @@ def test_a_flag_that_lies_on_a_device_is_read_in_the_next_step(rank: int, world_
             assert [line.split(":")[0] for line in said] == ([] if rank else ["step 2", "step 5"])
         runs.append(state)
     assert all(torch.equal(a, b) for a, b in zip(*(state.errors.buffers() for state in runs), strict=True))
-
-
-@on_ranks(3)
-def test_a_sparse_gradient_of_one_rank_is_refused_on_all(rank: int, world_size: int) -> None:
-    params = [nn.Parameter(torch.zeros(shape)) for shape in ((9, 33), (64, 5))]
-    compression = GradientCompression(params, "int4")
-    for sparse in (False, True, False):
-        for param in params:
-            param.grad = torch.ones(param.shape)
-        if sparse and rank == 1:
-            params[0].grad = params[0].grad.to_sparse()
-        with pytest.raises(TypeError, match="sparse=False") if sparse else nullcontext():
-            compression.average_gradients()
-        assert sparse or all((param.grad - 1).abs().max() < 0.05 for param in params)
 
 
 @on_ranks(2)
