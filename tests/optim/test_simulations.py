@@ -95,7 +95,7 @@ ONEBIT_ADAM = [
 ]
 FROZEN = {"trust_ratio": "frozen"}
 ONEBIT_LAMB = [
-    *refreshed_cases(3),
+    *refreshed_cases(3)[1:],
     *(Case(f"block_{block}", ONE, {"lr": 0.01, "scale_block": block}) for block in (None, 8, 64)),
     *shared_cases(),
     BESIDE,
