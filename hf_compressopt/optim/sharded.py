@@ -514,8 +514,10 @@ class ShardedOverlap(OverlapSender):
 
     def _refresh(self, row: Row) -> Task[None]:
         """Average gradients that refresh the variance, clipped as in the message that is under way."""
-        row = row._replace(message=self.backward.clipped(row.message, row.key))
-        yield from self._sent.refresh_in(self._form.bits).send([row])
+        clipped = self.backward.clipped(row.message, row.key)
+        task = self._sent.refresh_in(self._form.bits).send([row._replace(message=clipped)])
+        del row, clipped  # gradients may be freed while their messages travel
+        yield from task
 
     def _start_in_sketch(self, state: GroupState) -> int:
         """Return the place of a group's first element in the sketch of all ranks' gradients."""

@@ -421,9 +421,10 @@ def test_clipping_by_option_by_call_and_with_a_scaler(rank: int, world_size: int
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("interval", [0, 1])  # without refreshes, and with one in every compressed step
 @pytest.mark.parametrize("matrices", [1, 2])
 @on_ranks(2)
-def test_gradients_of_a_bucket_are_alive_at_a_time(rank: int, world_size: int, matrices: int) -> None:
+def test_gradients_of_a_bucket_are_alive_at_a_time(rank: int, world_size: int, matrices: int, interval: int) -> None:
     width, layers = 64, 16
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     groups = [{"params": [p for p in net.parameters() if (p.ndim > 1) == large]} for large in (True, False)]
@@ -439,9 +440,8 @@ def test_gradients_of_a_bucket_are_alive_at_a_time(rank: int, world_size: int, m
     for p in net.parameters():
         if p.ndim > 1:
             p.register_post_accumulate_grad_hook(count)
-    optimizer = OnebitAdam(
-        groups, freeze_step=2, max_grad_norm=0.1, bucket_cap_mb=bucket_cap(matrices * width**2), **ZERO_2
-    )
+    options = {"bucket_cap_mb": bucket_cap(matrices * width**2), "variance_interval": interval, **ZERO_2}
+    optimizer = OnebitAdam(groups, freeze_step=2, max_grad_norm=0.1, **options)
     for step in range(4):
         grads.clear()
         net(torch.randn(2, width, generator=torch.Generator().manual_seed(10 * rank + step))).sum().backward()
