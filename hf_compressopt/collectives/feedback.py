@@ -572,7 +572,8 @@ class HandedOut:
                 each.errors.spoil(skipped.reshape(()) != 0)
         if len(self._used) == len(self._made):
             self._commit()
-            self._made, self._used, self._kept = {}, {}, None
+            self._made, self._used = {}, {}
+            self._kept = None
 
     def settle(self) -> None:
         """Commit what steps have used, of gradients that they have not used all of."""

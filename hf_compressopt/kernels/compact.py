@@ -104,7 +104,7 @@ _MANTISSA_BITS, _EXPONENT_BIAS = 23, 127
 LEAST_VARIANCE = float(torch.tensor(2.0 ** (1 - 0.5 / POINTS), device="cpu") - 1) * 2.0**-126
 _FIRST_BITS = 10  # of a mantissa, by which rounding at random tells its point
 _PER_HASH = 8  # random bytes in a word of 64 bits
-_RUN = 1 << 18  # elements that are encoded at once, so that what this needs stays near 5 MiB
+_RUN = 1 << 18  # elements that are taken at once, so that what this needs stays near 5 MiB
 _RUN_ON_DEVICE = 1 << 24  # the same where launches count more than memory
 
 
@@ -158,13 +158,18 @@ def tops_of_variances(parts: Sequence[Tensor]) -> list[int]:
     return [next(points) if part.numel() else NO_TOP for part in parts]
 
 
+def elements_at_once(device: torch.device) -> int:
+    """Return the number of variances that are encoded, or refreshed, at once."""
+    return _RUN if device.type == "cpu" else _RUN_ON_DEVICE
+
+
 def encode_variance_(values: Tensor, codes: Tensor, top: int | None = None) -> int:
     """Encode the variances of one tensor, [n] float32, as [n] uint8. Returns the point of the largest; 0 if all are 0.
 
     ``codes`` may lie in the first quarter of the memory of ``values``, or before it. ``top`` is what
     :func:`tops_of_variances` returns for the whole tensor, if it is known; else the host waits for it.
     """
-    size = _RUN if values.is_cpu else _RUN_ON_DEVICE
+    size = elements_at_once(values.device)
     runs = torch.split(values, size)
     top = tops_of_variances([values])[0] if top is None else top
     if top < _LOWEST:

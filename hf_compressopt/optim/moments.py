@@ -31,7 +31,6 @@ from hf_compressopt.optim.math import adam_step_
 
 #: The names of the two moments, in ``optimizer.state`` and in files.
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_RUN, _RUN_ON_DEVICE = 1 << 18, 1 << 24  # elements of a variance that are refreshed at once
 
 
 class MomentShards:
@@ -214,10 +213,6 @@ class Moments:
         """Free the float32 buffers whose place another form has taken."""
 
     # -- a refresh of the frozen variance -----------------------------------------------------------------------------
-
-    @property
-    def elements_at_once(self) -> int:
-        return _RUN if reads_at_once(self.exp_avg.device) else _RUN_ON_DEVICE
 
     def variance_of(self, index: int, start: int, stop: int) -> Tensor:
         """Return the variances of elements of one parameter, [n] float32. Do not change them."""

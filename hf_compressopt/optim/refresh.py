@@ -28,6 +28,7 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce, in_runs, run_tasks
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import INTEGER_BITS, Average, Combination, IntegerFormat, Segment, like_errors, tensor_of
+from hf_compressopt.kernels.compact import elements_at_once
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.group import GroupState, by_communicator
 
@@ -83,7 +84,8 @@ class VarianceRefresh:
             averages = [self._averages.pop((state.number, bucket.start)) for bucket in state.layout.buckets]
             if averages:
                 memory = max(LEAST_MEMORY, state.options["betas"][1] ** steps)
-                _learn(state, averages, memory, floor, step, rounded=self.bits in INTEGER_BITS)
+                rounded = self.bits in INTEGER_BITS and state.communicator.world_size > 1
+                _learn(state, averages, memory, floor, step, rounded=rounded)
 
 
 _NOTHING = BucketErrors((), torch.empty(0, device="cpu"))
@@ -116,8 +118,8 @@ def _learn(
 
     ``rounded``: gradients have travelled as integers, in which larger neighbours may have rounded small tensors to 0.
     """
-    layout, moments, device = state.layout, state.moments, state.device
-    count = len(layout.numels)
+    layout, moments = state.layout, state.moments
+    device, count = state.device, len(layout.numels)
     size, largest = torch.zeros(2, count, dtype=torch.float32, device=device).unbind()
     total = torch.zeros(count, dtype=torch.float64, device=device)
     decoded = torch.empty(max(bucket.numel for bucket in layout.buckets), dtype=torch.float32, device=device)
@@ -132,7 +134,7 @@ def _learn(
             for piece in bucket.pieces:
                 whole = values[piece.offset - bucket.start :][: piece.numel]
                 start = piece.start
-                for grad in torch.split(whole, moments.elements_at_once):
+                for grad in torch.split(whole, elements_at_once(device)):
                     before = moments.variance_of(piece.index, start, start + grad.numel())
                     # one rounding after another: instruction sets would fuse addcmul_ in different ways
                     yield piece.index, start, grad, before.mul(memory).add_(grad.square().mul_(1 - memory))
@@ -146,14 +148,8 @@ def _learn(
     floors = (floor * total / numels).float()
     beside = {piece.index for bucket in layout.buckets if bucket.in_full for piece in bucket.pieces}
     small = [rounded and in_full and index not in beside for index, in_full in enumerate(state.in_full)]
-    alone = state.communicator.world_size == 1
-    kept = [still or (each and not alone) for still, each in zip(state.without_variance, small, strict=True)]
-    learns = (
-        (numbers_on(device, list(map(float, kept)), torch.float32) == 0)
-        & (size > 0)
-        & size.isfinite()
-        & largest.isfinite()
-    )
+    kept = [float(still or each) for still, each in zip(state.without_variance, small, strict=True)]
+    learns = (numbers_on(device, kept) == 0) & (size > 0) & size.isfinite() & largest.isfinite()
     with moments.refreshed(torch.maximum(largest, floors), learns, step) as store:
         for index, start, _, fresh in learnt():
             store(index, start, fresh.clamp_(min=floors[index]))

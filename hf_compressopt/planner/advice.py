@@ -189,9 +189,10 @@ def _zero_one(model: Model, steps: int) -> dict[str, Step]:
     averaged, gradient = model.averaged(), model.compressed(ZERO_ONE_GRADIENT)
     weighed: dict[str, list[tuple[float, Step]]] = defaultdict(list)
     for (stage, kind), count in zero_one_shares(min(steps, _ENOUGH_STEPS), _is_low_bit(model)).items():
-        learning = stage is Stage.VARIANCE
-        local = (averaged if kind else gradient) if learning else model.local_steps(kind)
-        step = local if learning else _refreshed(model, "zero_one_adam", local, kind)
+        if stage is Stage.VARIANCE:
+            step = averaged if kind else gradient
+        else:
+            step = _refreshed(model, "zero_one_adam", model.local_steps(kind), kind)
         for name in (stage.value, _WHOLE_RUN):
             weighed[name].append((count, step))
     return {name: average(weighed[name]) for name in ("variance", "local-step", _WHOLE_RUN) if name in weighed}

@@ -282,12 +282,12 @@ class Model:
         return step + ring(self.cluster, beside, passes=2) if beside else step
 
     def refresh(self) -> Step:
-        """What a refresh of the frozen variance adds to a step: averaged gradients, in warmup_bits, as in (4)."""
-        ranks, bits, numel = self.cluster.ranks, self.training.warmup_bits, self.training.params
+        """The part of a step that a refresh of the variance adds: gradients averaged in warmup_bits, as in (4)."""
+        ranks, bits = self.cluster.ranks, self.training.warmup_bits
         # codes, message -> codes, and once before to see the largest: operations of torch, 25 times in and out
         learn = 50 * FLOAT_BYTES
         if bits not in INTEGER_BITS:
-            messages = ring(self.cluster, numel * FLOAT_BYTES, passes=2)
+            messages = ring(self.cluster, self.training.params * FLOAT_BYTES, passes=2)
             return replace(messages, seconds=messages.seconds + self._over_memory(self.training.itemsize + learn))
         message = bits / 8
         first, then = self._phases(IntegerFormat(bits))
