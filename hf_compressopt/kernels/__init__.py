@@ -38,6 +38,7 @@ from hf_compressopt.kernels.reference import (
     LocalUpdate,
     ParameterSync,
     Segment,
+    VarianceUpdate,
     all_finite,
 )
 

@@ -199,7 +199,7 @@ def _places_in_octave(device: torch.device) -> Tensor:
 
 
 @kept_per_device
-def _dither_table(device: torch.device) -> Tensor:
+def dither_table(device: torch.device) -> Tensor:
     """Return the factors by which values are moved at random, up to half of the way to the next point, [256]."""
     places = (torch.arange(256, dtype=torch.float64, device="cpu") + 0.5) / 256 - 0.5
     return (2.0 ** (places / POINTS)).float().to(device)
@@ -217,7 +217,7 @@ def dithered_codes(values: Tensor, top: Tensor, key: tuple[int, int], start: int
     first, stop = start // _PER_HASH, -(-(start + values.numel()) // _PER_HASH)
     words = hashes(next_key(next_key(key[0]) ^ key[1]), first, stop - first, values.device)
     random = words.view(torch.uint8)[start - first * _PER_HASH :][: values.numel()]
-    moved = values * _dither_table(values.device).index_select(0, random.to(torch.int32))
+    moved = values * dither_table(values.device).index_select(0, random.to(torch.int32))
     first_bits = moved.view(torch.int32) >> _MANTISSA_BITS - _FIRST_BITS  # of the mantissa, behind the exponent
     points = _places_in_octave(values.device).index_select(0, first_bits & (1 << _FIRST_BITS) - 1)
     points += (first_bits >> _FIRST_BITS) * POINTS

@@ -20,7 +20,7 @@ import torch
 VARIABLE = "HF_COMPRESSOPT_KERNELS"
 CHOICES = ("native", "reference")
 
-_ABI_VERSION = 12
+_ABI_VERSION = 13
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
 _DEVICE_ERROR = 3  # co_status of a failure that may pass
@@ -54,6 +54,8 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_sync_parameters": [c_void_p] * 6 + [c_int64, c_float, c_void_p],
     "co_lamb_moments": [c_void_p] * 5 + [c_int64, c_void_p, c_void_p, c_void_p],
     "co_lamb_apply": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p],
+    "co_variance_sums": [c_void_p, c_void_p, c_void_p, c_int64, c_void_p],
+    "co_refresh_variance": [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_uint64],
     "co_adam": [c_void_p, c_int64, c_void_p],
     "co_square_sums": [c_void_p, c_int64, c_void_p],
     "co_sketch": [c_void_p, c_int64, c_int64, c_uint64, c_void_p, c_void_p],

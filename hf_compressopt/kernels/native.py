@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_compressopt.kernels.compact import ERROR_FORMAT, Errors, Variance, like_errors
+from hf_compressopt.kernels.compact import ERROR_FORMAT, Errors, Variance, dither_table, like_errors
 from hf_compressopt.kernels.library import index_of, loaded, record
 from hf_compressopt.kernels.memory import address_of, dense_values, in_memory, is_direct
 from hf_compressopt.kernels.messages import IntegerFormat, MessageFormat, SignFormat
@@ -35,6 +35,7 @@ from hf_compressopt.kernels.reference import (
     LocalUpdate,
     ParameterSync,
     Segment,
+    VarianceUpdate,
 )
 
 #: Codes of the dtypes that native code knows.
@@ -53,6 +54,7 @@ AverageRecord = record(
     "co_average", (c_void_p, "messages values"), (c_int64, "numel scale_block stride"), (c_int32, "world_size unused")
 )
 IntegersRecord = record("co_integers", (c_void_p, "messages"), (c_int64, "numel stride"), (c_int32, "world_size bits"))
+RefreshRecord = record("co_refresh", (c_void_p, "y values"), (c_int64, "numel"), (c_float, "memory rest"))
 DescentRecord = record("co_descent", (c_float, "lr decay eps"), (c_int32, "eps_inside_sqrt"), (c_float, "bound"))
 LambRecord = record(
     "co_lamb_options",
@@ -148,6 +150,16 @@ class Operands:
         self.kept.append(table)
         return table.buffer_info()[0], len(segments), last + 1
 
+    def places(self, segments: Sequence[Segment]) -> tuple[int, int, int]:
+        """Make a table of segments whose tensors are not read: as :meth:`segments`, with places in the tensors."""
+        covered = sum(segment.numel for segment in segments)
+        if covered != self.numel:
+            raise ValueError(f"the segments of parameters must cover {self.numel} elements, got {covered}")
+        rows = ((segment.start, segment.numel, segment.index << 32, 0) for segment in segments)
+        table = array("q", chain.from_iterable(rows))
+        self.kept.append(table)
+        return table.buffer_info()[0], len(segments), 1 + max((segment.index for segment in segments), default=-1)
+
     def errors(self, name: str, error: Errors, world_size: int, *, written: bool = True) -> Any:
         if isinstance(error, Tensor):
             return byref(ErrorsRecord(self.floats(name, error, written=written), None))
@@ -199,6 +211,17 @@ class Operands:
         if isinstance(y.form, SignFormat):
             return AverageRecord(messages, None, y.numel, y.form.scale_block or 0, y.stride, y.world_size)
         return IntegersRecord(messages, y.numel, y.stride, y.world_size, y.form.bits)
+
+    def refresh(self, update: VarianceUpdate) -> tuple[Any, Any, int, int, int]:
+        """Return a ``co_refresh`` and a ``co_variance`` by reference, and what :meth:`segments` returns."""
+        if update.y.values is None and not isinstance(update.y.form, IntegerFormat):
+            raise ValueError("the gradients of a refresh must be an average in integers or in values")
+        table, count, tensors = self.places(update.params)
+        y = self._average(update.y)
+        self.kept.append(y)
+        given = (addressof(y), None) if update.y.values is None else (None, y.values)
+        operands = RefreshRecord(*given, self.numel, update.memory, 1 - update.memory)
+        return byref(operands), self.variance(update.exp_avg_sq, tensors), table, count, tensors
 
     @staticmethod
     def descent(descent: Descent) -> Any:
@@ -503,6 +526,30 @@ def lamb_apply_(
     rest = table, count, use.numel, use.per_tensor("rates", rates, tensors), use.lamb(options)
     call("co_lamb_apply", use.device, *read, *rest)
     mark_written([], params)
+
+
+def variance_sums_(update: VarianceUpdate, sums: Tensor) -> None:
+    use = Operands(sums.device, update.y.numel)
+    *operands, tensors = use.refresh(update)
+    if sums.numel() < 3 * tensors:
+        raise ValueError(f"sums must have {3 * tensors} entries or more, got {sums.numel()}")
+    call("co_variance_sums", use.device, *operands, address("sums", sums, use.device, torch.float64))
+    mark_written([sums])
+
+
+def refresh_variance_(update: VarianceUpdate, floors: Tensor, tops: Tensor | None = None, key: int = 0) -> None:
+    use = Operands(floors.device, update.y.numel)
+    *operands, tensors = use.refresh(update)
+    v = update.exp_avg_sq
+    written = v if isinstance(v, Tensor) else v.codes
+    rounding: tuple[int | None, int | None] = None, None
+    if not isinstance(v, Tensor):
+        if tops is None:
+            raise ValueError("tops must be given for a variance in 8 bits")
+        rounding = use.per_tensor("tops", tops, tensors, torch.int32), address_of(dither_table(use.device))
+    address("exp_avg_sq", written, use.device, written.dtype, use.numel)  # lazily negated it can be read alone
+    call("co_refresh_variance", use.device, *operands, use.per_tensor("floors", floors, tensors), *rounding, key)
+    mark_written([written])
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_numel
-from hf_compressopt.kernels.compact import Errors, Variance, keep_errors_, values_of_errors, values_of_variance
+from hf_compressopt.kernels.compact import (
+    Errors,
+    Variance,
+    decode_variance,
+    dithered_codes,
+    elements_at_once,
+    keep_errors_,
+    values_of_errors,
+    values_of_variance,
+)
 from hf_compressopt.kernels.hashing import hashes, next_key
 from hf_compressopt.kernels.messages import IntegerFormat, MessageFormat
 
@@ -195,6 +204,19 @@ class LambMoments:
     factors: Tensor
     sums: Tensor
     options: LambOptions
+
+
+@dataclass(slots=True)
+class VarianceUpdate:
+    """Operands of :func:`variance_sums_` and :func:`refresh_variance_`: v' = memory v + (1 - memory) g g.
+
+    y is g, n elements, as messages of integers or as values. The tensors of ``params`` are not read.
+    """
+
+    y: Average
+    exp_avg_sq: Variance
+    params: Sequence[Segment]
+    memory: float
 
 
 # -- compression ------------------------------------------------------------------------------------------------------
@@ -433,6 +455,51 @@ def lamb_apply_(
         update = _lamb_update(segment, direction, options)
         wide = segment.part.float()
         segment.part.copy_(wide - update * rates[segment.index])
+
+
+def variance_sums_(update: VarianceUpdate, sums: Tensor) -> None:
+    """Take the first pass of a refresh over a bucket: the sums of each tensor, from which its floor is made.
+
+    ``sums``, [tensors, 3] float64, are 0 before a tensor's first segment: [0] grows by the sum of v', [1] becomes the
+    largest v' so far, and [2] the largest g g; NaN stays.
+    """
+    for segment, _, _, square, fresh in _learnt(update):
+        row = sums[segment.index]
+        row[0] += fresh.sum(dtype=torch.float64)
+        row[1:] = torch.maximum(row[1:], torch.stack([fresh.amax(), square.amax()]).double())
+
+
+def refresh_variance_(update: VarianceUpdate, floors: Tensor, tops: Tensor | None = None, key: int = 0) -> None:
+    """Take the second pass of a refresh: v <- max(v', floor), a floor for each tensor; where it is NaN v stays.
+
+    Args:
+        update: The operands of the first pass.
+        floors: [tensors] float32.
+        tops: [tensors] int32, from which new codes count if v is in 8 bits (see ``tops_to_dither`` in
+            :mod:`~hf_compressopt.kernels.compact`); those of v itself still tell what its codes were.
+        key: A number >= 0, by which codes are rounded at random: others in other steps.
+    """
+    for segment, old, place, _, fresh in _learnt(update):
+        floor = floors[segment.index]
+        new = fresh.clamp_(min=floor)
+        if old.dtype == torch.uint8:
+            assert tops is not None
+            new = dithered_codes(fresh, tops[segment.index], (key, segment.index), place)
+        old.copy_(torch.where(floor.isnan(), old, new))
+
+
+def _learnt(update: VarianceUpdate) -> Iterator[tuple[Segment, Tensor, int, Tensor, Tensor]]:
+    """Yield segment, stored v, place in the tensor, g g and v' of runs of elements, which need little memory."""
+    v = update.exp_avg_sq
+    stored = v if isinstance(v, Tensor) else v.codes
+    for segment, (grads, variances) in _pieces(update.params, values_of(update.y), stored):
+        place, size = segment.start, elements_at_once(grads.device)
+        for grad, old in zip(torch.split(grads, size), torch.split(variances, size), strict=True):
+            before = old if isinstance(v, Tensor) else decode_variance(old, v.tops[segment.index])
+            square = grad.square()
+            # one rounding after another: instruction sets would fuse addcmul_ in different ways
+            yield segment, old, place, square, before.mul(update.memory).add_(square.mul(1 - update.memory))
+            place += grad.numel()
 
 
 def _lamb_direction(segment: Segment, m: Tensor, denominator: Tensor, options: LambOptions) -> Tensor:

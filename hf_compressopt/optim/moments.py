@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +20,8 @@ from hf_compressopt.kernels.compact import (
     NO_TOP,
     ZERO_CODE,
     decode_variance,
-    dithered_codes,
     encode_variance_,
     tops_of_variances,
-    tops_to_dither,
 )
 from hf_compressopt.kernels.memory import numbers_on, reads_at_once
 from hf_compressopt.optim.math import adam_step_
@@ -212,26 +209,6 @@ class Moments:
     def free_float32(self) -> None:
         """Free the float32 buffers whose place another form has taken."""
 
-    # -- a refresh of the frozen variance -----------------------------------------------------------------------------
-
-    def variance_of(self, index: int, start: int, stop: int) -> Tensor:
-        """Return the variances of elements of one parameter, [n] float32. Do not change them."""
-        return self._part(self.exp_avg_sq, index)[start:stop]
-
-    @contextmanager
-    def refreshed(self, largest: Tensor, learns: Tensor, step: int) -> Iterator[Callable[[int, int, Tensor], None]]:
-        """Give a function that stores new variances of a parameter: its number, the first element, [n] float32.
-
-        ``largest``: the largest new one of each parameter, [parameters] float32; ``learns``: whether the parameter
-        takes new ones, [parameters] bool; ``step``: by which rounding at random differs from that of other steps.
-        """
-
-        def store(index: int, start: int, values: Tensor) -> None:
-            part = self._part(self.exp_avg_sq, index)[start : start + values.numel()]
-            part.copy_(torch.where(learns[index], values, part))
-
-        yield store
-
     # -- one parameter's ----------------------------------------------------------------------------------------------
 
     def _part(self, whole: Tensor, index: int) -> Tensor:
@@ -361,27 +338,6 @@ class CompactMoments(Moments):
         if self.codes.numel():
             return LogVariance(self.codes[start:stop], self.tops)
         return super().variance(start, stop)
-
-    def variance_of(self, index: int, start: int, stop: int) -> Tensor:
-        if self.codes.numel():
-            return decode_variance(self._part(self.codes, index)[start:stop], self.tops[index])
-        return super().variance_of(index, start, stop)
-
-    @contextmanager
-    def refreshed(self, largest: Tensor, learns: Tensor, step: int) -> Iterator[Callable[[int, int, Tensor], None]]:
-        if not self.codes.numel():
-            with super().refreshed(largest, learns, step) as store_float32:
-                yield store_float32
-            return
-        tops = torch.where(learns, tops_to_dither(largest), self.tops)
-
-        def store(index: int, start: int, values: Tensor) -> None:
-            part = self._part(self.codes, index)[start : start + values.numel()]
-            codes = dithered_codes(values, tops[index], (step, index), start)
-            part.copy_(torch.where(learns[index], codes, part))
-
-        yield store
-        self.tops.copy_(tops)
 
     def exp_avg_sq_of(self, index: int) -> Tensor:
         if self.codes.numel():

@@ -10,7 +10,7 @@ ends of tensors that share a block of 128 with others. With 16 and 32 bits, and 
 Codes of a variance (:mod:`~hf_compressopt.kernels.compact`) are rounded at random, up or down, so that their mean is
 right: in a refresh most of them change by less than half of a code. Equal numbers fall on all ranks.
 
-A tensor keeps its v if its g is 0 everywhere or not finite, if it has no variance, and if it is one of the small ones
+A tensor keeps its v if its g^2 is 0 everywhere or not finite, if it has no variance, and if it is one of the small ones
 that the warmup stage averages in full, but travels in messages of signs. While a refresh lasts, a rank holds its
 averages, 0.5 bytes per parameter with 4 bits.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import nan
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,17 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce, in_runs, run_tasks
 from hf_compressopt.flat import Bucket
-from hf_compressopt.kernels import INTEGER_BITS, Average, Combination, IntegerFormat, Segment, like_errors, tensor_of
-from hf_compressopt.kernels.compact import elements_at_once
+from hf_compressopt.kernels import (
+    INTEGER_BITS,
+    Average,
+    Combination,
+    IntegerFormat,
+    Segment,
+    VarianceUpdate,
+    like_errors,
+    tensor_of,
+)
+from hf_compressopt.kernels.compact import tops_to_dither
 from hf_compressopt.kernels.memory import numbers_on
 from hf_compressopt.optim.group import GroupState, by_communicator
 
@@ -118,41 +128,34 @@ def _learn(
 
     ``rounded``: gradients have travelled as integers, in which larger neighbours may have rounded small tensors to 0.
     """
-    layout, moments = state.layout, state.moments
-    device, count = state.device, len(layout.numels)
-    size, largest = torch.zeros(2, count, dtype=torch.float32, device=device).unbind()
-    total = torch.zeros(count, dtype=torch.float64, device=device)
-    decoded = torch.empty(max(bucket.numel for bucket in layout.buckets), dtype=torch.float32, device=device)
-
-    def learnt() -> Iterator[tuple[int, int, Tensor, Tensor]]:
-        """Yield parameter, first element, gradient and new variance of each run of elements."""
-        for bucket, average in zip(layout.buckets, averages, strict=True):
-            values = average.values
-            if values is None:
-                values = decoded[: bucket.numel]
-                kernels.on(values).decompress_(average, values)
-            for piece in bucket.pieces:
-                whole = values[piece.offset - bucket.start :][: piece.numel]
-                start = piece.start
-                for grad in torch.split(whole, elements_at_once(device)):
-                    before = moments.variance_of(piece.index, start, start + grad.numel())
-                    # one rounding after another: instruction sets would fuse addcmul_ in different ways
-                    yield piece.index, start, grad, before.mul(memory).add_(grad.square().mul_(1 - memory))
-                    start += grad.numel()
-
-    for index, _, grad, fresh in learnt():
-        size[index] = torch.maximum(size[index], grad.abs().amax())
-        largest[index] = torch.maximum(largest[index], fresh.amax())
-        total[index] += fresh.sum(dtype=torch.float64)
+    layout, device = state.layout, state.device
+    sums = torch.zeros(len(layout.numels), 3, dtype=torch.float64, device=device)
+    updates = [
+        VarianceUpdate(average, state.moments.variance(bucket.start, bucket.stop), _segments(bucket), memory)
+        for bucket, average in zip(layout.buckets, averages, strict=True)
+    ]
+    for update in updates:
+        kernels.on(sums).variance_sums_(update, sums)
+    total, largest, square = sums.unbind(1)
     numels = numbers_on(device, [max(1, numel) for numel in layout.numels], torch.float64)
     floors = (floor * total / numels).float()
     beside = {piece.index for bucket in layout.buckets if bucket.in_full for piece in bucket.pieces}
     small = [rounded and in_full and index not in beside for index, in_full in enumerate(state.in_full)]
     kept = [float(still or each) for still, each in zip(state.without_variance, small, strict=True)]
-    learns = (numbers_on(device, kept) == 0) & (size > 0) & size.isfinite() & largest.isfinite()
-    with moments.refreshed(torch.maximum(largest, floors), learns, step) as store:
-        for index, start, _, fresh in learnt():
-            store(index, start, fresh.clamp_(min=floors[index]))
+    learns = (numbers_on(device, kept) == 0) & (square > 0) & largest.isfinite()
+    floors.masked_fill_(~learns, nan)
+    before = state.moments.tops_of_codes
+    tops = None
+    if before is not None:
+        tops = torch.where(learns, tops_to_dither(torch.fmax(largest.float(), floors)), before)
+    for update in updates:
+        kernels.on(sums).refresh_variance_(update, floors, tops, step)
+    if before is not None and tops is not None:
+        before.copy_(tops)
+
+
+def _segments(bucket: Bucket) -> list[Segment]:
+    return [Segment(None, piece.start, piece.numel, piece.index) for piece in bucket.pieces]
 
 
 def rows_of(state: GroupState, grads: Sequence[Sequence[Tensor | None]] | None) -> Iterator[Row]:

@@ -136,6 +136,12 @@ class KernelSuite:
         cases.check_lamb(device, 9001, 6, chunks=3, options=options)
         cases.check_lamb(device, 1009, 760, chunks=0, options=options)
 
+    @pytest.mark.parametrize("log", [False, True], ids=["float32", "8 bits"])
+    @pytest.mark.parametrize("form", [None, *cases.INTEGERS], ids=str)
+    def test_refresh(self, device: torch.device, form: IntegerFormat | None, log: bool) -> None:
+        for numel, segments, chunks in ((1, 1, 1), (5003, 7, 3), (9001, 1, 2), (4099, 30, 1), (1009, 760, 2)):
+            cases.check_refresh(device, numel, segments, form, chunks=chunks, log=log)
+
     def test_adam(self, device: torch.device) -> None:
         sizes = [0, 1, 5, 1024, 4099, 0]
         for step in _ADAM_STEPS:

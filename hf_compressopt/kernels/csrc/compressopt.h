@@ -28,7 +28,7 @@ extern "C" {
 #define CO_API __attribute__((visibility("default")))
 #endif
 
-#define CO_ABI_VERSION 12
+#define CO_ABI_VERSION 13
 
 typedef enum {
     CO_OK = 0,
@@ -85,8 +85,8 @@ typedef struct {
 
 /* The frozen variance of a bucket, in one of two forms. One of values and codes is NULL. */
 typedef struct {
-    const float *values;   /* [numel] */
-    const uint8_t *codes;  /* [numel]: with k = tops[index] - code, v is 2^(k/8), that is float32(2^((k & 7) / 8)) times
+    float *values;         /* [numel]; co_refresh_variance alone writes them, or the codes */
+    uint8_t *codes;        /* [numel]: with k = tops[index] - code, v is 2^(k/8), that is float32(2^((k & 7) / 8)) times
                             * 2^(k >> 3), a normal number; 0 where the code is 255 (see kernels/compact.py) */
     const int32_t *tops;   /* [tensors], by the index of the segments; NULL where codes is */
 } co_variance;
@@ -236,6 +236,32 @@ CO_API int32_t co_lamb_moments(const co_average *y, float *exp_avg, float *fresh
 /* 1-bit LAMB, second pass: p <- p - rates[index] * (bounded(m / denominator(v)) + weight_decay p). */
 CO_API int32_t co_lamb_apply(const float *exp_avg, const co_variance *exp_avg_sq, const co_segment *params, int64_t count,
                              int64_t numel, const float *rates, const co_lamb_options *options, const co_exec *exec);
+
+/* ---- a refresh of the frozen variance ----------------------------------------------------------------------------- */
+
+/* v' = memory v + rest (g g), each operation rounded to float32; g is the mean gradient of a bucket: what y stands for, or
+ * values. The data of a segment is no address here, but the place of its first element in its tensor. */
+typedef struct {
+    const co_integers *y; /* host; NULL: read values */
+    const float *values;  /* [numel]; read where y is NULL */
+    int64_t numel;
+    float memory, rest;
+} co_refresh;
+
+/* First pass: per tensor, into sums[3 index ...] (double, which the caller sets to 0 before a tensor's first segment; a
+ * tensor may be split over several calls): [0] += sum v', [1] = max([1], max v'), [2] = max([2], max g g). NaN stays in a
+ * maximum. Sums are of float32 terms in double, in an order that depends on the segments and the messages only. */
+CO_API int32_t co_variance_sums(const co_refresh *refresh, const co_variance *exp_avg_sq, const co_segment *segments,
+                                int64_t count, double *sums, const co_exec *exec);
+
+/* Second pass: v <- max(v', floors[index]), but where this floor is NaN v stays. The codes of exp_avg_sq, of which v' is
+ * made as always, become those from tops[index] on, rounded at random: with h = mix(mix(mix(key + G) ^ index + G) + word G)
+ * of sketch_hash.h, G = kGolden and `word` the place in the tensor / 8, the byte `place % 8` of h chooses one of factors,
+ * and v' times it is rounded to the nearest point, by the first ten bits of its mantissa (see kernels/compact.py).
+ * tops, factors: NULL where exp_avg_sq has values. */
+CO_API int32_t co_refresh_variance(const co_refresh *refresh, const co_variance *exp_avg_sq, const co_segment *segments,
+                                   int64_t count, const float *floors, const int32_t *tops, const float *factors,
+                                   uint64_t key, const co_exec *exec);
 
 /* ---- FusedAdam, and norms ---------------------------------------------------------------------------------------- */
 

@@ -176,6 +176,19 @@ int32_t check_integers(const char *function, const co_integers *y) {
     return CO_OK;
 }
 
+int32_t check_refresh(const char *function, const co_refresh *refresh, const co_segment *segments, int64_t count) {
+    CO_CHECK(refresh != nullptr, "%s: refresh is null", function);
+    CO_TRY(check_numel(function, refresh->numel));
+    CO_TRY(check_segments(function, segments, count, refresh->numel, true));
+    if (refresh->y == nullptr) {
+        CO_CHECK(refresh->numel == 0 || refresh->values != nullptr, "%s: neither messages nor values", function);
+        return CO_OK;
+    }
+    CO_CHECK(refresh->y->numel == refresh->numel, "%s: y has %lld elements, the bucket has %lld", function,
+             static_cast<long long>(refresh->y->numel), static_cast<long long>(refresh->numel));
+    return check_integers(function, refresh->y);
+}
+
 }  // namespace
 
 int32_t fail(int32_t code, const char *format, ...) {
@@ -401,6 +414,29 @@ int32_t co_lamb_apply(const float *exp_avg, const co_variance *exp_avg_sq, const
     CO_NOT_NULL(rates);
     CO_NOT_NULL(options);
     return kernels().lamb_apply(exp_avg, exp_avg_sq, params, count, numel, rates, options, exec);
+}
+
+int32_t co_variance_sums(const co_refresh *refresh, const co_variance *exp_avg_sq, const co_segment *segments,
+                         int64_t count, double *sums, const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_refresh(__func__, refresh, segments, count));
+    if (refresh->numel == 0) return CO_OK;
+    CO_TRY(check_variance(__func__, exp_avg_sq));
+    CO_NOT_NULL(sums);
+    return kernels().variance_sums(refresh, exp_avg_sq, segments, count, sums, exec);
+}
+
+int32_t co_refresh_variance(const co_refresh *refresh, const co_variance *exp_avg_sq, const co_segment *segments,
+                            int64_t count, const float *floors, const int32_t *tops, const float *factors, uint64_t key,
+                            const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_refresh(__func__, refresh, segments, count));
+    if (refresh->numel == 0) return CO_OK;
+    CO_TRY(check_variance(__func__, exp_avg_sq));
+    CO_NOT_NULL(floors);
+    CO_CHECK(exp_avg_sq->codes == nullptr || (tops != nullptr && factors != nullptr), "%s: codes need tops and factors",
+             __func__);
+    return kernels().refresh_variance(refresh, exp_avg_sq, segments, count, floors, tops, factors, key, exec);
 }
 
 int32_t co_adam(const co_adam_tensor *tensors, int64_t count, const co_adam_options *options, const co_exec *exec) {

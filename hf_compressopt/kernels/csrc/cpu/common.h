@@ -169,6 +169,7 @@ class NormSum {
     }
 
     void add(Vec value) { even_.add(value); }
+    void add_once(Vec value) { even_.add_once(value); } /* instead of its square */
     void add(Vec even, Vec odd) {
         even_.add(even);
         odd_.add(odd);

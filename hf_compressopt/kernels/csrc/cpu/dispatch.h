@@ -19,6 +19,8 @@ struct Kernels {
     decltype(&co_sync_parameters) sync_parameters;
     decltype(&co_lamb_moments) lamb_moments;
     decltype(&co_lamb_apply) lamb_apply;
+    decltype(&co_variance_sums) variance_sums;
+    decltype(&co_refresh_variance) refresh_variance;
     decltype(&co_adam) adam;
     decltype(&co_square_sums) square_sums;
     decltype(&co_copy) copy;

@@ -4,6 +4,7 @@
 #include "compression.h"
 #include "integer.h"
 #include "updates.h"
+#include "refresh.h"
 #include "adam.h"
 #include "changes.h"
 #include "sketch_avx2.h"

@@ -219,6 +219,12 @@ struct SquareSum {
         __m256d wide = _mm256_cvtps_pd(x);
         sum[i] = _mm256_fmadd_pd(wide, wide, sum[i]);
     }
+    void add_once(Vec x) {
+        sum[0] = _mm256_add_pd(sum[0], _mm256_cvtps_pd(_mm256_castps256_ps128(x.a)));
+        sum[1] = _mm256_add_pd(sum[1], _mm256_cvtps_pd(_mm256_extractf128_ps(x.a, 1)));
+        sum[2] = _mm256_add_pd(sum[2], _mm256_cvtps_pd(_mm256_castps256_ps128(x.b)));
+        sum[3] = _mm256_add_pd(sum[3], _mm256_cvtps_pd(_mm256_extractf128_ps(x.b, 1)));
+    }
     void lanes(double *out) const {
         for (int i = 0; i < 4; ++i) _mm256_storeu_pd(out + 4 * i, sum[i]);
     }

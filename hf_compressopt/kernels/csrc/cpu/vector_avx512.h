@@ -199,6 +199,10 @@ struct SquareSum {
         low = _mm512_fmadd_pd(x, x, low);
         high = _mm512_fmadd_pd(y, y, high);
     }
+    void add_once(Vec a) {
+        low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(a.v)));
+        high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.v, 1)));
+    }
     void lanes(double *out) const {
         _mm512_storeu_pd(out, low);
         _mm512_storeu_pd(out + 8, high);

@@ -196,6 +196,10 @@ struct SquareSum {
     void add(const Vec &x) {
         for (int i = 0; i < 16; ++i) sum[i] += static_cast<double>(x.v[i]) * static_cast<double>(x.v[i]);
     }
+    /* Instead of its square. */
+    void add_once(const Vec &x) {
+        for (int i = 0; i < 16; ++i) sum[i] += static_cast<double>(x.v[i]);
+    }
     void lanes(double *out) const { memcpy(out, sum, sizeof sum); }
 };
 

@@ -251,23 +251,11 @@ struct AddIntegers {
 
 // ---- host ------------------------------------------------------------------------------------------------------------
 
-co_status check_integers(const void* messages, int64_t numel, int32_t bits, int32_t world_size) {
-    CO_REQUIRE(bits == 4 || bits == 8, "bits is neither 4 nor 8");
-    return check_messages(messages, numel, world_size);
-}
-
 // Call call(received) with the messages of one chunk, whose bits are a constant.
 template <class Call>
 co_status with_received(const uint8_t* messages, int64_t numel, int32_t bits, int32_t world_size, Call call) {
     const Integers first(messages, numel, 1, bits);
     return bits == 8 ? call(Received<8>{first, world_size}) : call(Received<4>{first, world_size});
-}
-
-co_status check_integers(const co_integers* y) {
-    CO_REQUIRE(y != nullptr, "y is null");
-    CO_TRY(check_integers(y->messages, y->numel, y->bits, y->world_size));
-    CO_REQUIRE(y->stride >= 0 && y->stride % kAlignment == 0, "y: stride is no multiple of 16");
-    return CO_OK;
 }
 
 }  // namespace

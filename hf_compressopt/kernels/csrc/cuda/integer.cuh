@@ -185,4 +185,18 @@ __device__ inline void quantize(Quad (&u)[kTileQuads], const Integers& to, const
     }
 }
 
+// ---- host ------------------------------------------------------------------------------------------------------------
+
+inline co_status check_integers(const void* messages, int64_t numel, int32_t bits, int32_t world_size) {
+    CO_REQUIRE(bits == 4 || bits == 8, "bits is neither 4 nor 8");
+    return check_messages(messages, numel, world_size);
+}
+
+inline co_status check_integers(const co_integers* y) {
+    CO_REQUIRE(y != nullptr, "y is null");
+    CO_TRY(check_integers(y->messages, y->numel, y->bits, y->world_size));
+    CO_REQUIRE(y->stride >= 0 && y->stride % kAlignment == 0, "y: stride is no multiple of 16");
+    return CO_OK;
+}
+
 }  // namespace compressopt

@@ -1,14 +1,10 @@
-// Sums over tensors: squares of elements, and what 1-bit LAMB needs. A block of threads sums an item, a second kernel
-// the items of each run: in an order that depends on the segments only.
-#include <vector>
-
+// Sums over tensors: squares of elements, and what 1-bit LAMB needs.
 #include "message.cuh"
+#include "sums.cuh"
 #include "variance.cuh"
 
 namespace compressopt {
 namespace {
-
-constexpr int64_t kMaxItems = 8192;  // about; more elements make larger items, so that the scratch memory stays small
 
 template <class Runs>
 __global__ void __launch_bounds__(kThreads, 4)
@@ -21,16 +17,6 @@ __global__ void __launch_bounds__(kThreads, 4)
         [&](const RawQuad& raw, int64_t, Span span) { squares += square_sum(run.param_of(raw), span); });
     squares = over_block(squares, Sum());
     if (threadIdx.x == 0) of_item[blockIdx.x] = squares;
-}
-
-// Thread 0 of the block gets the fold over the items of run `run`; of each item, number `which` of `width`.
-template <class Runs, class Fold>
-__device__ inline double fold_items(const Runs& runs, int run, const double* of_item, int width, int which, Fold fold) {
-    double result = 0;  // all that is folded is >= 0
-    for (int item = runs.first_item[run] + threadIdx.x; item < runs.first_item[run + 1]; item += kThreads) {
-        result = fold(result, of_item[item * width + which]);
-    }
-    return over_block(result, fold);
 }
 
 template <class Runs>
@@ -86,54 +72,7 @@ __global__ void __launch_bounds__(kThreads, 3)
             if (span.has(k)) ratio = Maximum()(ratio, ratios.of[k].value);
         }
     });
-    directions = over_block(directions, Sum());
-    updates = over_block(updates, Sum());
-    ratio = over_block(ratio, Maximum());
-    if (threadIdx.x == 0) {
-        double* const mine = of_item + 3 * blockIdx.x;
-        mine[0] = directions;
-        mine[1] = updates;
-        mine[2] = ratio;
-    }
-}
-
-template <class Runs>
-__global__ void __launch_bounds__(kThreads)
-    lamb_runs(const Runs __grid_constant__ runs, const double* __restrict__ of_item, double* __restrict__ sums) {
-    const int run = blockIdx.x;
-    if (runs.entries[run].numel == 0) return;
-    const double directions = fold_items(runs, run, of_item, 3, 0, Sum());
-    const double updates = fold_items(runs, run, of_item, 3, 1, Sum());
-    const double ratio = fold_items(runs, run, of_item, 3, 2, Maximum());
-    if (threadIdx.x == 0) {
-        double* const of_tensor = sums + 3 * int64_t{runs.entries[run].index};
-        of_tensor[0] += directions;
-        of_tensor[1] += updates;
-        of_tensor[2] = Maximum()(of_tensor[2], ratio);
-    }
-}
-
-int tile_bits_for(const co_segment* segments, int64_t count) {
-    int64_t numel = 0;
-    for (int64_t k = 0; k < count; ++k) numel += segments[k].numel;
-    int bits = kTileBits;
-    while ((numel >> bits) > kMaxItems) ++bits;
-    return bits;
-}
-
-// The most bytes that the items of a table need.
-constexpr size_t scratch_nbytes(int width) {
-    return (kMaxItems + 2 * ManyRuns::capacity + 1) * width * sizeof(double);
-}
-
-// The tensors' entries in the sums are written by blocks of threads that know nothing of each other.
-bool indices_differ(const co_segment* segments, int64_t count) {
-    std::vector<int32_t> indices;
-    for (int64_t k = 0; k < count; ++k) {
-        if (segments[k].numel > 0) indices.push_back(segments[k].index);
-    }
-    std::sort(indices.begin(), indices.end());
-    return std::adjacent_find(indices.begin(), indices.end()) == indices.end();
+    keep_item<Sum>(directions, updates, ratio, of_item);
 }
 
 }  // namespace
@@ -197,7 +136,7 @@ int32_t co_lamb_moments(const co_average* y, float* exp_avg, float* fresh, const
                 using Runs = std::decay_t<decltype(table)>;
                 if (items == 0) return CO_OK;
                 CO_TRY(launch(lamb_items<Runs, decltype(v)>, items, place, table, lamb, of_item));
-                return launch(lamb_runs<Runs>, table.count, place, table, of_item, sums);
+                return launch(fold_runs<Runs, Sum>, table.count, place, table, of_item, sums);
             });
     });
 }
