@@ -28,7 +28,7 @@ SPILL_BUDGET = 16  # bytes of a thread
 # Kernels that stream values, and so move 16 bytes at a time: loads, stores.
 BOTH = ("compress_blocks", "compress_large_blocks", "compress_tiles", "sum_tiles", "step_tensors", "lamb_items")
 VECTORS = dict.fromkeys((*BOTH, "commit_tiles"), (True, True)) | {"over_runs": (False, True)}
-VECTORS |= dict.fromkeys(("square_items", "find_nan", "find_sizes", "write_blocks"), (True, False))
+VECTORS |= dict.fromkeys(("square_items", "learning_items", "find_nan", "find_sizes", "write_blocks"), (True, False))
 VECTORS |= {"apply_blocks": (True, True)}
 ACCESSES = {"load": "LDG", "store": "STG"}  # their instructions
 
@@ -97,9 +97,13 @@ def complaints(kernel: Kernel) -> list[str]:
     found = []
     if kernel.spills > SPILL_BUDGET:
         found.append(f"spills {kernel.spills} bytes of registers, at most {SPILL_BUDGET} are allowed")
-    compact = "CompactErrors" in kernel.name  # which are bytes, as messages are
+    compact = "CompactErrors" in kernel.name  # which are bytes, as messages and codes are
+    learns_from_bytes = "Learning<Messages, LogVariance>" in kernel.name
     wanted = dict(zip(("load", "store"), VECTORS.get(kernel.family, (False, False)), strict=True))
-    exempt = {"load": compact and "Mean" in kernel.name, "store": compact}
+    exempt = {
+        "load": (compact and "Mean" in kernel.name) or learns_from_bytes,
+        "store": compact or "StoreCodes" in kernel.name,
+    }
     for doing in ("load", "store"):
         if wanted[doing] and not exempt[doing] and doing not in kernel.wide:
             found.append(f"does not {doing} 128 bits at a time")
