@@ -152,6 +152,11 @@ def low_bit_cases(form: IntegerFormat, z: Combination, message: Tensor, error: T
         received, nbytes = messages[: count * message.numel()], 2 * each + (count + 1) * sent
         return Case(name, kernel("average_compress_", form, received, error, new_error, served, count), nbytes, like)
 
+    numel, device = out.numel(), out.device
+    tops, floors = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(1, device=device)
+    variance = LogVariance(torch.full((numel,), 9, dtype=torch.uint8, device=device), tops)
+    refresh = kernels.VarianceUpdate(y, variance, [Segment(None, 0, numel, 0)], 0.9)
+    sums = torch.zeros(1, 3, dtype=torch.float64, device=device)
     return [
         Case("compress", kernel("compress_", form, z, error, message, 1), 8 + sent, "dot(a, b)"),
         *(average(f"average of {count}", count, error, out, 4, "a = b") for count in AVERAGED),
@@ -159,6 +164,8 @@ def low_bit_cases(form: IntegerFormat, z: Combination, message: Tensor, error: T
         Case(f"compress{small}", kernel("compress_", form, z, compact, message, 1), 4 + IN_8_BITS + sent, "dot(a, b)"),
         *(average(f"average of {count}{small}", count, compact, compact, IN_8_BITS, "a *= c") for count in AVERAGED),
         Case("any_nan", kernel("any_nan", y), 1 / 64, "dot(a, b)"),
+        Case("refresh, sums", kernel("variance_sums_", refresh, sums), 1 + sent, "dot(a, b)"),
+        Case("refresh, codes", kernel("refresh_variance_", refresh, floors, tops, 1), 2 + sent, "a *= c"),
     ]
 
 
