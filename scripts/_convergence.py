@@ -167,6 +167,15 @@ GLUE_TASKS = {
     "RTE": GlueTask((1, 2), 3, "entailment", 233, 1e-4),
     "SST-2": GlueTask((0,), 1, "1", 701, 1e-4, share=3),
 }
+#: Keys of ``QUANTIZERS`` of which losses are compared.
+TRAINED_QUANTIZERS = (
+    "int4, squares (ours)",
+    "int8 (ours)",
+    "4 bits, even, blocks of 128",
+    "4 bits, squares, blocks of 64, 8-bit scales",
+    "4 bits, squares, blocks of 32, 8-bit scales",
+    "NVFP4",
+)
 GLUE_RATES = (2.5e-5, 5e-5, 1e-4, 2e-4)
 BOTH_INT4 = {"stage": 2, "grad_compression": "int4", "param_compression": "int4"}
 
@@ -259,6 +268,7 @@ RUNS: dict[str, dict[str, Run]] = {
         Run("OnebitAdam, ZeRO-1", "OnebitAdam", {"zero_stage": 1}),
         Run("ZeRO-2 and AdamW, int4 both ways", "AdamW", zero=BOTH_INT4),
     ),
+    "quantizers": named(*(rival(f"AdamW, {title}", "quantized", quantizer=title) for title in TRAINED_QUANTIZERS)),
     "BERT": named(*from_scratch("BERT", **MASKED)),
     "BERT, one rank": named(  # where nothing is compressed, and the variance freezes as on several
         Run("OnebitAdam, variance_interval=0, BERT", "OnebitAdam", {"variance_interval": 0}, **MASKED),
@@ -331,6 +341,7 @@ WORLD_SIZES = {
     "nanoGPT": (2, 4),
     **dict.fromkeys(("nanoGPT, one rank", "BERT, one rank"), (1,)),
     **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon"), (4,)),
+    "quantizers": (2,),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from quantizers import QUANTIZERS
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.kernels.messages import travels_in_full
 
 
 class Rival:
@@ -81,6 +83,35 @@ class Float8(Rival):
                 self.communicator.all_to_all(arrived[-1], part, output_splits=splits, input_splits=splits).wait()
         found = arrived[0].view(torch.float8_e4m3fn).float().view(-1, self.BLOCK)
         return found.mul_(arrived[1].view(-1, 1)).view(-1)
+
+
+class Quantized(Rival):
+    """Gradients of matrices by a quantizer, there and back, with error feedback; all else in full precision.
+
+    g <- Q(mean_r Q(g_r + e_r) + s), e_r and s what each Q has missed so far: what the package's low-bit gradients are
+    with another Q. It is for losses: what Q returns travels in float32.
+    """
+
+    def __init__(self, params: Iterable[Tensor], communicator: Communicator, *, quantizer: str) -> None:
+        """Begin with errors of 0; ``quantizer`` is a key of ``QUANTIZERS``."""
+        super().__init__(params, communicator)
+        self._quantizer = QUANTIZERS[quantizer]
+        self._matrices = [param for param in self.params if not travels_in_full(param)]
+        self._rest = [param for param in self.params if travels_in_full(param)]
+        self._mine: Tensor | float = 0.0
+        self._served: Tensor | float = 0.0
+
+    @torch.no_grad()
+    def gradients(self) -> None:
+        self.average_(gradients_of(self._rest))
+        grads = gradients_of(self._matrices)
+        wanted = joined(grads) + self._mine
+        sent = self._quantizer(wanted)
+        self._mine = wanted - sent
+        mean = self.mean_(sent) + self._served
+        found = self._quantizer(mean)
+        self._served = mean - found
+        write(found, grads)
 
 
 class PowerSGD(Rival):
@@ -165,7 +196,14 @@ class DiLoCo(LocalSGD):
         write(self._together, self.params)
 
 
-RIVALS = {"bfloat16": BFloat16, "float8": Float8, "PowerSGD": PowerSGD, "LocalSGD": LocalSGD, "DiLoCo": DiLoCo}
+RIVALS = {
+    "bfloat16": BFloat16,
+    "float8": Float8,
+    "quantized": Quantized,
+    "PowerSGD": PowerSGD,
+    "LocalSGD": LocalSGD,
+    "DiLoCo": DiLoCo,
+}
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
