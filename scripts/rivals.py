@@ -37,8 +37,8 @@ class Rival:
 
     def average_(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by their means over the ranks, in one message."""
-        tensors = list(tensors)
-        write(self.mean_(joined(tensors)), tensors)
+        if tensors := list(tensors):
+            write(self.mean_(joined(tensors)), tensors)
 
 
 class BFloat16(Rival):

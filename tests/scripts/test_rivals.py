@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import hf_compressopt
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.support.harness import on_ranks, same_on_all_ranks
 from tests.support.launching import REPO_ROOT
@@ -81,6 +82,26 @@ def test_float8_rounds_each_element_twice(rank: int, world_size: int) -> None:
         assert ((param.grad - mean).abs() <= sizes / 16 + mean.abs() / 16 * 1.07 + smallest).all()
     padded = -(-NUMEL // (128 * world_size)) * 128
     assert communicator.traffic.total_bytes == 2 * (world_size - 1) * (padded + 4 * padded // 128)
+
+
+@on_ranks(2)
+def test_quantized_gradients_are_ours_with_our_quantizer(rank: int, world_size: int) -> None:
+    """Of a matrix of whole blocks, over three steps, with errors as float32 values."""
+    mine, other = (torch.nn.Parameter(torch.zeros(16, 32)) for _ in range(2))
+    cls = type("Float32Errors", (hf_compressopt.GradientCompression,), {"compact": False})
+    communicator = TorchCommunicator()
+    ours = cls({"matrix": mine}.items(), "int4", communicator=communicator)
+    rival = rivals.RIVALS["quantized"]([other], communicator, quantizer="int4, squares (ours)")
+    optimizer = torch.optim.SGD([mine, other], lr=0.1)  # errors change where a step takes the average
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(3):
+        mine.grad = torch.randn(16, 32, generator=generator)
+        other.grad = mine.grad.clone()
+        ours.average_gradients()
+        rival.gradients()
+        assert torch.equal(mine.grad, other.grad), step
+        assert len(mine.grad.unique()) < 4 * 2 * 15  # of a block, a scale and 15 numbers
+        optimizer.step()
 
 
 @on_ranks(2)
