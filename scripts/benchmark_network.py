@@ -52,6 +52,7 @@ MODELS = {
 PRETRAINED = "SmolLM2-135M"
 SWITCH = 3  # steps before a compressed optimizer's last stage, in which DDP also settles its buckets
 WARMUP = SWITCH + 5  # 0/1 Adam's intervals are at their longest then: a step at a multiple of it is a sync
+REFRESHES = 16  # variance_interval
 LONGEST_INTERVAL = 16  # 0/1 Adam: every window of this many steps has one sync
 LR, FINE_TUNING_LR = 1e-4, 2e-5
 BASELINE, UNLIMITED = "compute", "unshaped"
@@ -73,6 +74,7 @@ class Method:
     loop: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)  # of the rival
     period: int = 1  # of so many steps one exchanges what the others do not
+    refreshed: bool = False  # one of REFRESHES steps refreshes the variance
     lr: float = 1e-3  # peak of a whole run
     bfloat16: bool = False  # the parameters, at the learning rate of fine-tuning
 
@@ -108,10 +110,10 @@ METHODS = {
     "zero2_int4_16": Method("`zero2_adamw`, bfloat16, int4 both ways", BOTH_WAYS, "zero2_adamw", bfloat16=True),
     "zero_torch": Method("DDP, torch's ZeroRedundancyOptimizer", loop="ZeRO"),
     "warmup_stage": Method("`onebit_adam`, warmup stage", "freeze_step=100000,warmup_bits=4", "onebit_adam"),
-    "onebit_adam": Method(THEN, "", "onebit_adam", FROZEN),
-    "onebit_adam_levels": Method(f"{THEN}, hierarchical", NODES, "onebit_adam", FROZEN),
-    "onebit_adam_zero2": Method(f"{THEN}, `zero_stage=2`", "zero_stage=2", "onebit_adam", FROZEN),
-    "onebit_adam_late": Method(f"{THEN}, `overlap_comm`", "overlap_comm=true", "onebit_adam", FROZEN),
+    "onebit_adam": Method(THEN, "", "onebit_adam", FROZEN, refreshed=True),
+    "onebit_adam_levels": Method(f"{THEN}, hierarchical", NODES, "onebit_adam", FROZEN, refreshed=True),
+    "onebit_adam_zero2": Method(f"{THEN}, `zero_stage=2`", "zero_stage=2", "onebit_adam", FROZEN, refreshed=True),
+    "onebit_adam_late": Method(f"{THEN}, `overlap_comm`", "overlap_comm=true", "onebit_adam", FROZEN, refreshed=True),
     "zero_one_adam": Method("`zero_one_adam`, local steps", "", "zero_one_adam", LAST_STAGE, period=LONGEST_INTERVAL),
     "onebit_lamb": Method("`onebit_lamb`, compressed stage", "", "onebit_lamb", FROZEN, lr=1e-2),
     "fsdp2": Method("FSDP2", loop="FSDP2"),
@@ -157,26 +159,30 @@ class Watch:
         if number >= WARMUP:
             self._ends.append(time.perf_counter())
 
-    def found(self, numel: int) -> dict[str, Any]:
-        """Return seconds of each step, bytes that left in them, and the number of parameters."""
+    def found(self) -> dict[str, Any]:
+        """Return seconds of each step, and the bytes that left in them."""
         seconds = [after - before for before, after in itertools.pairwise(self._ends)]
-        return {"seconds": seconds, "sent": self._sent[1] - self._sent[0], "numel": numel}
+        return {"seconds": seconds, "sent": self._sent[1] - self._sent[0]}
 
 
 def train(order: dict[str, Any], interface: str) -> dict[str, Any]:
     """Train with one method: a window of steps, or a whole run. Returns what a row has of it."""
     import torch
 
+    from hf_compressopt.kernels.messages import travels_in_full
+
     if "whole" in order:
         return train_whole(order, interface)
     method, steps = METHODS[order["method"]], WARMUP + int(order["steps"])
     model, rows = model_and_rows(order["model"])
     model.to(torch.bfloat16 if method.bfloat16 else torch.float32)
-    numel = sum(p.numel() for p in model.parameters())
+    params = list(model.parameters())
+    sizes = {"numel": params, "in_full": filter(travels_in_full, params)}  # the second beside messages of integers
+    found = {name: sum(param.numel() for param in each) for name, each in sizes.items()}
     watch = Watch(int(order["steps"]), interface)
     run = train_in_plain_loop if method.loop else train_by_trainer
     run(model, rows, method, order["per_node"], steps, watch.end_step)
-    return watch.found(numel)
+    return {**watch.found(), **found}
 
 
 def model_and_rows(name: str) -> tuple[Any, Any]:
@@ -345,7 +351,8 @@ def steps_for(method: Method, link: str, arguments: argparse.Namespace) -> int:
     """Steps of a window: fewer on links where a step takes many seconds, but whole periods of the method."""
     rate = RATES[link]
     steps: int = arguments.slow_steps if rate is not None and rate < 2e8 else arguments.steps
-    return math.ceil(steps / method.period) * method.period
+    period = REFRESHES if method.refreshed else method.period
+    return math.ceil(steps / period) * period
 
 
 def planned(arguments: argparse.Namespace, rows: Sequence[Row]) -> dict[int, list[list[Row]]]:
@@ -386,7 +393,9 @@ def measure(
                 answers = ranks.order(**order, steps=steps)
                 seconds = statistics.fmean(statistics.fmean(answer["seconds"]) for answer in answers)
                 sent = statistics.fmean(answer["sent"] for answer in answers) / steps / shared
-                row["numel"], row["sent"] = answers[0]["numel"], row["sent"] + sent / arguments.rounds
+                row |= {"refreshed": True} if METHODS[name].refreshed else {}
+                row |= {key: answers[0][key] for key in ("numel", "in_full")}
+                row["sent"] += sent / arguments.rounds
                 row["seconds"].append(seconds)
             done += 1
             left = (time.monotonic() - began) * (windows / done - 1) / 60

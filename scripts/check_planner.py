@@ -22,7 +22,15 @@ from typing import Any
 from _common import REPOSITORY, markdown, parser_of
 
 from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS
-from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ONEBIT_LAMB, Cluster, Model, Training
+from hf_compressopt.planner.cost import (
+    ONEBIT_ADAM,
+    ONEBIT_ADAM_FLOAT32,
+    ONEBIT_LAMB,
+    Cluster,
+    Model,
+    Training,
+    average,
+)
 from hf_compressopt.quantities import bandwidth
 
 CORES = 2
@@ -46,6 +54,7 @@ XEON = Machine(38.7e9, None, {1: 1.32e9, 2: 0.964e9}, 212e-6, copies=16)
 RESULTS = REPOSITORY / "scripts" / "results"
 FILES = [*sorted(RESULTS.glob("network*.json")), RESULTS / "avx512.json"]
 FLOAT32_STATE = ("network.json", "network_low_bits.json")  # rows from before OnebitAdam's compact state
+REFRESHES = 16  # steps, of which one refreshes the variance
 LONGEST_INTERVAL = 16  # in which benchmark_network.py measures 0/1 Adam
 
 
@@ -70,7 +79,8 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
     if method.startswith(("onebit", "int")):
         compute_seconds -= cluster.pass_seconds(machine.copies * row["numel"])
     update = None if machine.update_seconds is None else machine.update_seconds * crowd * row["numel"]
-    model = Model(Training(row["numel"], compute_seconds, update), cluster)
+    in_full = row.get("in_full", 0)  # rows of before sent all tensors as messages
+    model = Model(Training(row["numel"], compute_seconds, update, in_full=in_full, beside_signs=in_full), cluster)
     predictions = {
         "ddp": model.ddp,
         "fp16": lambda: model.ddp(2),
@@ -83,7 +93,12 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
         "zero_one_adam": lambda: model.local_steps(LONGEST_INTERVAL),
         "onebit_lamb": lambda: model.compressed(ONEBIT_LAMB),
     }
-    return predictions[method]().seconds if method in predictions else None
+    if method not in predictions:
+        return None
+    step = predictions[method]()
+    if row.get("refreshed"):  # rows of before have no refreshes of the variance
+        step = average([(REFRESHES - 1, step), (1, step + model.refresh())])
+    return step.seconds
 
 
 def main() -> int:

@@ -49,7 +49,7 @@ from hf_compressopt.kernels import (
     MessageFormat,
     reference,
 )
-from hf_compressopt.kernels.compact import tensor_of
+from hf_compressopt.kernels.compact import like_errors, tensor_of
 from hf_compressopt.kernels.memory import side_stream_of
 
 _Result = TypeVar("_Result")
@@ -233,13 +233,16 @@ def all_reduce(
     form: MessageFormat | None,
     ranks: Communicator,
     new: Sequence[BucketErrors] | None = None,
+    *,
+    keep: bool = True,
 ) -> Task[list[Average]]:
     """Average a run of buckets by compressed messages. All ranks call, for the same buckets in one order.
 
     Without a ``form`` they are averaged in float32, and there are no errors.
 
     What ``zs`` (of one bucket in the hierarchical topology) read is used up where the task first waits; in the
-    hierarchical topology where it waits for the second time. New errors go to ``new``, or over the old ones.
+    hierarchical topology where it waits for the second time. New errors go to ``new``, or over the old ones; unless the
+    task is to ``keep`` them, they are dropped, and the old ones stay.
 
     Returns the compressed means, still as messages: the same bits on all ranks. A single rank gets what it wanted to
     send, plus the errors of a run on more ranks, which become zero.
@@ -254,17 +257,19 @@ def all_reduce(
     messages, use = torch.empty(sum(plan.to_peers), dtype=torch.uint8, device=device), kernels.on(device)
     if ranks.levels is None:
         for z, old, fresh, out in zip(zs, feedback, new, torch.split(messages, plan.sent), strict=True):
-            use.compress_(form, z, old.worker[0], out, ranks.world_size, fresh.worker[0])
+            use.compress_(form, z, old.worker[0], out, ranks.world_size, fresh.worker[0] if keep else None)
         del out, z  # gradients may be freed while their messages travel
     else:
-        yield from _compress_shard(zs[0], feedback[0].worker, new[0].worker, messages, form, ranks, plan)
+        left = new[0].worker if keep else [None] * len(new[0].worker)
+        yield from _compress_shard(zs[0], feedback[0].worker, left, messages, form, ranks, plan)
     del zs
     received = yield from _received(_in_order(messages, plan, 0), ranks, plan)
     del messages  # a bucket on its way holds one phase's messages
     together, received = _room(plan, device), _in_order(received, plan, 1)
     parts = torch.split(received, plan.received)
     for (start, stop), part, old, fresh in zip(plan.own, parts, feedback, new, strict=True):
-        use.average_compress_(form, part, old.server, fresh.server, together[start:stop], plan.peers)
+        served = fresh.server if keep else like_errors(fresh.server)
+        use.average_compress_(form, part, old.server, served, together[start:stop], plan.peers)
     del received, parts, part
     yield from all_gather(together, ranks, last=None)
     rows = zip(numels, torch.split(_in_order(together, plan, 2), plan.whole), plan.strides, strict=True)
@@ -352,7 +357,7 @@ def gather_messages(
 def _compress_shard(
     z: Combination,
     old: Sequence[Errors],
-    new: Sequence[Errors],
+    new: Sequence[Errors | None],
     messages: Tensor,
     form: MessageFormat,
     ranks: Communicator,

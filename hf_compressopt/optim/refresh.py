@@ -18,7 +18,7 @@ averages, 0.5 bytes per parameter with 4 bits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import nan
 from typing import NamedTuple
 
@@ -32,10 +32,10 @@ from hf_compressopt.kernels import (
     INTEGER_BITS,
     Average,
     Combination,
+    Errors,
     IntegerFormat,
     Segment,
     VarianceUpdate,
-    like_errors,
     tensor_of,
 )
 from hf_compressopt.kernels.compact import tops_to_dither
@@ -70,18 +70,34 @@ class VarianceRefresh:
 
     bits: int  # of gradients in the warmup stage
     _averages: dict[Key, Average] = field(default_factory=dict)
+    _zeros: Tensor | None = None  # as many bytes as the errors of the largest bucket so far
 
     def send(self, run: Sequence[Row]) -> Task[None]:
         """Average (1) of buckets of the same form and communicator, which travel together. All ranks call."""
         first = run[0].state
         in_messages = self.bits in INTEGER_BITS and not run[0].bucket.in_full
         form = IntegerFormat(self.bits) if in_messages else None
-        errors = [_no_errors(row) if in_messages else _NOTHING for row in run]
-        task = all_reduce([row.message for row in run], errors, form, first.communicator)
+        errors = [self._no_errors(row) if in_messages else _NOTHING for row in run]
+        task = all_reduce([row.message for row in run], errors, form, first.communicator, keep=False)
         keys = [row.key for row in run]
         del run, errors  # gradients may be freed while their messages travel
         averages = yield from task
         self._averages.update(zip(keys, averages, strict=True))
+
+    def _no_errors(self, row: Row) -> BucketErrors:
+        """Errors of 0 in the form of a bucket's, which nobody writes: views of one buffer."""
+        state = row.state
+        if state.communicator.world_size == 1:
+            return _NOTHING
+        like = state.feedback[state.layout.buckets.index(row.bucket)]
+        return BucketErrors(tuple(map(self._zero_like, like.worker)), self._zero_like(like.server))
+
+    def _zero_like(self, error: Errors) -> Errors:
+        own = tensor_of(error)
+        if self._zeros is None or self._zeros.numel() < own.nbytes or self._zeros.device != own.device:
+            self._zeros = torch.zeros(own.nbytes, dtype=torch.uint8, device=own.device)
+        zeros = self._zeros[: own.nbytes].view(own.dtype)
+        return zeros if isinstance(error, Tensor) else replace(error, messages=zeros)
 
     def send_all(self, rows: Iterable[Row]) -> None:
         """Average (1) of what was not sent during backward. All ranks call."""
@@ -99,18 +115,6 @@ class VarianceRefresh:
 
 
 _NOTHING = BucketErrors((), torch.empty(0, device="cpu"))
-
-
-def _no_errors(row: Row) -> BucketErrors:
-    """Errors of 0 in the form of a bucket's, which the messages of a refresh write over."""
-    state = row.state
-    if state.communicator.world_size == 1:
-        return _NOTHING
-    like = state.feedback[state.layout.buckets.index(row.bucket)]
-    made = BucketErrors(tuple(map(like_errors, like.worker)), like_errors(like.server))
-    for error in (*made.worker, made.server):
-        tensor_of(error).zero_()
-    return made
 
 
 def _runs_of(rows: Sequence[Row]) -> Iterator[list[Row]]:

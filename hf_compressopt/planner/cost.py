@@ -284,8 +284,8 @@ class Model:
     def refresh(self) -> Step:
         """The part of a step that a refresh of the variance adds: gradients averaged in warmup_bits, as in (4)."""
         ranks, bits = self.cluster.ranks, self.training.warmup_bits
-        # codes, message -> codes, and once before to see the largest: operations of torch, 25 times in and out
-        learn = 50 * FLOAT_BYTES
+        # codes, message -> codes, and once before to see the largest: arithmetic that takes a CPU as long as 40 bytes
+        learn = 40
         if bits not in INTEGER_BITS:
             messages = ring(self.cluster, self.training.params * FLOAT_BYTES, passes=2)
             return replace(messages, seconds=messages.seconds + self._over_memory(self.training.itemsize + learn))
