@@ -6,13 +6,13 @@ steps that the refresh stands for (``StepPlan.refresh_steps``):
     v <- b v + (1 - b) g^2, b = max(b2^k, 7/8);  in each tensor v <- max(v, variance_floor mean(v))  (2)
 The steps that follow divide by it. Q are messages of 4 or 8 bits, as ``warmup_bits`` says, without error feedback (the
 errors are those of the momentum), which the servers round once more: what they round to 0 is below the floor, but for
-ends of tensors that share a block of 128 with others. With 16 and 32 bits, and in what travels in full, g is exact.
+ends of tensors that share a block of 128 with others. With 16 and 32 bits g is exact, and so it is of what travels in
+full, or has done so in the warmup stage.
 Codes of a variance (:mod:`~hf_compressopt.kernels.compact`) are rounded at random, up or down, so that their mean is
 right: in a refresh most of them change by less than half of a code. Equal numbers fall on all ranks.
 
-A tensor keeps its v if its g^2 is 0 everywhere or not finite, if it has no variance, and if it is one of the small ones
-that the warmup stage averages in full, but travels in messages of signs. While a refresh lasts, a rank holds its
-averages, 0.5 bytes per parameter with 4 bits.
+A tensor keeps its v if its g^2 is 0 everywhere or not finite, and if it has no variance. While a refresh lasts, a rank
+holds its averages, 0.5 bytes per parameter with 4 bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.exchange import BucketErrors, Task, all_reduce, in_runs, run_tasks
-from hf_compressopt.flat import Bucket
+from hf_compressopt.flat import Bucket, Span
 from hf_compressopt.kernels import (
     INTEGER_BITS,
     Average,
@@ -63,6 +63,24 @@ class Row(NamedTuple):
     def key(self) -> Key:
         return self.state.number, self.bucket.start
 
+    def in_full(self) -> Tensor:
+        """Return this rank's gradients of what the warmup stage averages in full, [n] float32: see :func:`_in_full`."""
+        whole = {piece.index for piece in _in_full(self.state, self.bucket)}
+        grads = self.message.grads
+        segments = None if grads is None else [segment for segment in grads if segment.index in whole]
+        numel = sum(piece.numel for piece in _in_full(self.state, self.bucket))
+        values = torch.empty(numel, dtype=torch.float32, device=self.state.device)
+        kernels.on(values).combine_(replace(self.message, numel=numel, grads=segments), values)
+        return values
+
+
+def _in_full(state: GroupState, bucket: Bucket) -> list[Span]:
+    """Pieces of a bucket in messages of signs of which the warmup stage averages gradients in full, as a refresh does.
+
+    Larger neighbours in a block of integers would round them to 0.
+    """
+    return [] if bucket.in_full else [piece for piece in bucket.pieces if state.in_full[piece.index]]
+
 
 @dataclass
 class VarianceRefresh:
@@ -70,6 +88,7 @@ class VarianceRefresh:
 
     bits: int  # of gradients in the warmup stage
     _averages: dict[Key, Average] = field(default_factory=dict)
+    _exact: dict[Key, Average] = field(default_factory=dict)  # of what is averaged in full beside them
     _zeros: Tensor | None = None  # as many bytes as the errors of the largest bucket so far
 
     def send(self, run: Sequence[Row]) -> Task[None]:
@@ -80,9 +99,15 @@ class VarianceRefresh:
         errors = [self._no_errors(row) if in_messages else _NOTHING for row in run]
         task = all_reduce([row.message for row in run], errors, form, first.communicator, keep=False)
         keys = [row.key for row in run]
+        several = in_messages and first.communicator.world_size > 1
+        exact = {row.key: row.in_full() for row in run if several and _in_full(row.state, row.bucket)}
         del run, errors  # gradients may be freed while their messages travel
         averages = yield from task
         self._averages.update(zip(keys, averages, strict=True))
+        if exact:
+            zs = [Combination.of(values) for values in exact.values()]
+            averages = yield from all_reduce(zs, [_NOTHING] * len(zs), None, first.communicator)
+            self._exact.update(zip(exact, averages, strict=True))
 
     def _no_errors(self, row: Row) -> BucketErrors:
         """Errors of 0 in the form of a bucket's, which nobody writes: views of one buffer."""
@@ -107,11 +132,22 @@ class VarianceRefresh:
     def take(self, states: Sequence[GroupState], step: int, steps: int, floor: float) -> None:
         """Take (2) of param groups, of which all averages have come, in a step that stands for so many ``steps``."""
         for state in states:
-            averages = [self._averages.pop((state.number, bucket.start)) for bucket in state.layout.buckets]
-            if averages:
+            if averages := [self._pop(state, bucket) for bucket in state.layout.buckets]:
                 memory = max(LEAST_MEMORY, state.options["betas"][1] ** steps)
-                rounded = self.bits in INTEGER_BITS and state.communicator.world_size > 1
-                _learn(state, averages, memory, floor, step, rounded=rounded)
+                _learn(state, averages, memory, floor, step)
+
+    def _pop(self, state: GroupState, bucket: Bucket) -> Average:
+        """The average of a bucket: with the values of what was averaged in full, if there is such."""
+        key = state.number, bucket.start
+        average, exact = self._averages.pop(key), self._exact.pop(key, None)
+        if exact is None or exact.values is None:
+            return average
+        values = torch.empty(bucket.numel, dtype=torch.float32, device=state.device)
+        kernels.on(values).decompress_(average, values)
+        pieces = _in_full(state, bucket)
+        for piece, own in zip(pieces, torch.split(exact.values, [piece.numel for piece in pieces]), strict=True):
+            values[piece.offset - bucket.start :][: piece.numel] = own
+        return Average.of(values)
 
 
 _NOTHING = BucketErrors((), torch.empty(0, device="cpu"))
@@ -125,13 +161,8 @@ def _runs_of(rows: Sequence[Row]) -> Iterator[list[Row]]:
             yield from in_runs(kind, lambda row: row.bucket.numel, communicator)
 
 
-def _learn(
-    state: GroupState, averages: Sequence[Average], memory: float, floor: float, step: int, *, rounded: bool
-) -> None:
-    """Take (2) of a group: once to see each tensor's mean and largest variance, and once to store it.
-
-    ``rounded``: gradients have travelled as integers, in which larger neighbours may have rounded small tensors to 0.
-    """
+def _learn(state: GroupState, averages: Sequence[Average], memory: float, floor: float, step: int) -> None:
+    """Take (2) of a group: once to see each tensor's mean and largest variance, and once to store it."""
     layout, device = state.layout, state.device
     sums = torch.zeros(len(layout.numels), 3, dtype=torch.float64, device=device)
     updates = [
@@ -143,10 +174,8 @@ def _learn(
     total, largest, square = sums.unbind(1)
     numels = numbers_on(device, [max(1, numel) for numel in layout.numels], torch.float64)
     floors = (floor * total / numels).float()
-    beside = {piece.index for bucket in layout.buckets if bucket.in_full for piece in bucket.pieces}
-    small = [rounded and in_full and index not in beside for index, in_full in enumerate(state.in_full)]
-    kept = [float(still or each) for still, each in zip(state.without_variance, small, strict=True)]
-    learns = (numbers_on(device, kept) == 0) & (square > 0) & largest.isfinite()
+    varies = numbers_on(device, [float(not still) for still in state.without_variance]) > 0
+    learns = varies & (square > 0) & largest.isfinite()
     floors.masked_fill_(~learns, nan)
     before = state.moments.tops_of_codes
     tops = None
