@@ -168,13 +168,14 @@ def families() -> Table:
     titles = {"`adamw_torch`": ("AdamW", ""), **FAMILIES}
     last = titles.pop("`onebit_lamb`")
     titles |= {"LAMB": ("Lamb", ""), "`onebit_lamb`": last}
-    lines = [["method", "BERT, loss", "against", "ViT, accuracy", "CNN, accuracy", "fewer bytes"]]
+    lines = [["method", "BERT, loss", "against", "seeds", "ViT, accuracy", "CNN, accuracy", "fewer bytes"]]
     for title, (name, partner) in titles.items():
         found = {model: [*losses(f"{name}, {model}", 2).values()] for model in ("BERT", "ViT", "CNN")}
         loss = statistics.fmean(row["eval_loss"] for row in found["BERT"]) if found["BERT"] else None
         above = percent(against(f"{name}, BERT", f"{partner}, BERT", 2)) if partner else ""
         scores = [statistics.fmean(row["accuracy"] for row in found[model]) for model in ("ViT", "CNN")]
-        cells = ["" if loss is None else f"{loss:.3f}", above, *(f"{score:.3f}" for score in scores)]
+        seeds = str(len(found["BERT"]) or "")
+        cells = ["" if loss is None else f"{loss:.3f}", above, seeds, *(f"{score:.3f}" for score in scores)]
         lines.append([title, *cells, f"{fewer(f'{name}, ViT', 2):.1f}x"])
     return lines
 
