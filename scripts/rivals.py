@@ -89,7 +89,7 @@ class Quantized(Rival):
     """Gradients of matrices by a quantizer, there and back, with error feedback; all else in full precision.
 
     g <- Q(mean_r Q(g_r + e_r) + s), e_r and s what each Q has missed so far: what the package's low-bit gradients are
-    with another Q. It is for losses: what Q returns travels in float32.
+    with another Q, whose blocks run over all matrices as one. It is for losses: what Q returns travels in float32.
     """
 
     def __init__(self, params: Iterable[Tensor], communicator: Communicator, *, quantizer: str) -> None:
@@ -104,7 +104,8 @@ class Quantized(Rival):
     @torch.no_grad()
     def gradients(self) -> None:
         self.average_(gradients_of(self._rest))
-        grads = gradients_of(self._matrices)
+        if not (grads := gradients_of(self._matrices)):
+            return
         wanted = joined(grads) + self._mine
         sent = self._quantizer(wanted)
         self._mine = wanted - sent

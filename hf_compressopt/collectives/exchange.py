@@ -242,7 +242,7 @@ def all_reduce(
 
     What ``zs`` (of one bucket in the hierarchical topology) read is used up where the task first waits; in the
     hierarchical topology where it waits for the second time. New errors go to ``new``, or over the old ones; unless the
-    task is to ``keep`` them, they are dropped, and the old ones stay.
+    task is to ``keep`` them, they are dropped, and the old ones of several ranks stay.
 
     Returns the compressed means, still as messages: the same bits on all ranks. A single rank gets what it wanted to
     send, plus the errors of a run on more ranks, which become zero.

@@ -546,7 +546,9 @@ def refresh_variance_(update: VarianceUpdate, floors: Tensor, tops: Tensor | Non
     if not isinstance(v, Tensor):
         if tops is None:
             raise ValueError("tops must be given for a variance in 8 bits")
-        rounding = use.per_tensor("tops", tops, tensors, torch.int32), address_of(dither_table(use.device))
+        factors = dither_table(use.device)
+        use.kept.append(factors)  # which nobody else may keep
+        rounding = use.per_tensor("tops", tops, tensors, torch.int32), address_of(factors)
     address("exp_avg_sq", written, use.device, written.dtype, use.numel)  # lazily negated it can be read alone
     call("co_refresh_variance", use.device, *operands, use.per_tensor("floors", floors, tensors), *rounding, key)
     mark_written([written])

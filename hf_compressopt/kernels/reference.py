@@ -493,6 +493,8 @@ def _learnt(update: VarianceUpdate) -> Iterator[tuple[Segment, Tensor, int, Tens
     v = update.exp_avg_sq
     stored = v if isinstance(v, Tensor) else v.codes
     for segment, (grads, variances) in _pieces(update.params, values_of(update.y), stored):
+        if segment.numel == 0:
+            continue
         place, size = segment.start, elements_at_once(grads.device)
         for grad, old in zip(torch.split(grads, size), torch.split(variances, size), strict=True):
             before = old if isinstance(v, Tensor) else decode_variance(old, v.tops[segment.index])

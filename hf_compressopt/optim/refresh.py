@@ -12,7 +12,7 @@ Codes of a variance (:mod:`~hf_compressopt.kernels.compact`) are rounded at rand
 right: in a refresh most of them change by less than half of a code. Equal numbers fall on all ranks.
 
 A tensor keeps its v if its g^2 is 0 everywhere or not finite, and if it has no variance. While a refresh lasts, a rank
-holds its averages, 0.5 bytes per parameter with 4 bits.
+holds its averages, 0.5 bytes per parameter with 4 bits, and of one bucket float32 values if it has such in full.
 """
 
 from __future__ import annotations
@@ -63,15 +63,19 @@ class Row(NamedTuple):
     def key(self) -> Key:
         return self.state.number, self.bucket.start
 
-    def in_full(self) -> Tensor:
-        """Return this rank's gradients of what the warmup stage averages in full, [n] float32: see :func:`_in_full`."""
-        whole = {piece.index for piece in _in_full(self.state, self.bucket)}
-        grads = self.message.grads
-        segments = None if grads is None else [segment for segment in grads if segment.index in whole]
-        numel = sum(piece.numel for piece in _in_full(self.state, self.bucket))
+    def divided(self) -> tuple[Combination, Tensor | None]:
+        """Return what travels in a message of integers, and this rank's values of :func:`_in_full`, [n] float32."""
+        pieces, grads = _in_full(self.state, self.bucket), self.message.grads
+        if not pieces:
+            return self.message, None
+        whole, numel = {piece.index for piece in pieces}, sum(piece.numel for piece in pieces)
+        rest, own = None, None
+        if grads is not None:
+            rest = [segment if segment.index not in whole else replace(segment, tensor=None) for segment in grads]
+            own = [segment for segment in grads if segment.index in whole]
         values = torch.empty(numel, dtype=torch.float32, device=self.state.device)
-        kernels.on(values).combine_(replace(self.message, numel=numel, grads=segments), values)
-        return values
+        kernels.on(values).combine_(replace(self.message, numel=numel, grads=own), values)
+        return replace(self.message, grads=rest), values
 
 
 def _in_full(state: GroupState, bucket: Bucket) -> list[Span]:
@@ -97,11 +101,12 @@ class VarianceRefresh:
         in_messages = self.bits in INTEGER_BITS and not run[0].bucket.in_full
         form = IntegerFormat(self.bits) if in_messages else None
         errors = [self._no_errors(row) if in_messages else _NOTHING for row in run]
-        task = all_reduce([row.message for row in run], errors, form, first.communicator, keep=False)
+        in_parts = in_messages and first.communicator.world_size > 1
+        parts = [row.divided() if in_parts else (row.message, None) for row in run]
+        task = all_reduce([message for message, _ in parts], errors, form, first.communicator, keep=False)
         keys = [row.key for row in run]
-        several = in_messages and first.communicator.world_size > 1
-        exact = {row.key: row.in_full() for row in run if several and _in_full(row.state, row.bucket)}
-        del run, errors  # gradients may be freed while their messages travel
+        exact = {key: values for key, (_, values) in zip(keys, parts, strict=True) if values is not None}
+        del run, parts, errors  # gradients may be freed while their messages travel
         averages = yield from task
         self._averages.update(zip(keys, averages, strict=True))
         if exact:
@@ -132,20 +137,28 @@ class VarianceRefresh:
     def take(self, states: Sequence[GroupState], step: int, steps: int, floor: float) -> None:
         """Take (2) of param groups, of which all averages have come, in a step that stands for so many ``steps``."""
         for state in states:
-            if averages := [self._pop(state, bucket) for bucket in state.layout.buckets]:
+            keys = [(state.number, bucket.start) for bucket in state.layout.buckets]
+            means = [_Mean(state, self._averages.pop(key), self._exact.pop(key, None)) for key in keys]
+            if means:
                 memory = max(LEAST_MEMORY, state.options["betas"][1] ** steps)
-                _learn(state, averages, memory, floor, step)
+                _learn(state, means, memory, floor, step)
 
-    def _pop(self, state: GroupState, bucket: Bucket) -> Average:
-        """The average of a bucket: with the values of what was averaged in full, if there is such."""
-        key = state.number, bucket.start
-        average, exact = self._averages.pop(key), self._exact.pop(key, None)
-        if exact is None or exact.values is None:
-            return average
-        values = torch.empty(bucket.numel, dtype=torch.float32, device=state.device)
-        kernels.on(values).decompress_(average, values)
-        pieces = _in_full(state, bucket)
-        for piece, own in zip(pieces, torch.split(exact.values, [piece.numel for piece in pieces]), strict=True):
+
+class _Mean(NamedTuple):
+    """The mean gradient of a bucket, and of what was averaged in full beside it."""
+
+    state: GroupState
+    average: Average
+    exact: Average | None
+
+    def of(self, bucket: Bucket) -> Average:
+        """Return both as one: as values, if there is something in full."""
+        if self.exact is None or self.exact.values is None:
+            return self.average
+        values = torch.empty(bucket.numel, dtype=torch.float32, device=self.state.device)
+        kernels.on(values).decompress_(self.average, values)
+        pieces = _in_full(self.state, bucket)
+        for piece, own in zip(pieces, torch.split(self.exact.values, [p.numel for p in pieces]), strict=True):
             values[piece.offset - bucket.start :][: piece.numel] = own
         return Average.of(values)
 
@@ -161,15 +174,18 @@ def _runs_of(rows: Sequence[Row]) -> Iterator[list[Row]]:
             yield from in_runs(kind, lambda row: row.bucket.numel, communicator)
 
 
-def _learn(state: GroupState, averages: Sequence[Average], memory: float, floor: float, step: int) -> None:
+def _learn(state: GroupState, means: Sequence[_Mean], memory: float, floor: float, step: int) -> None:
     """Take (2) of a group: once to see each tensor's mean and largest variance, and once to store it."""
     layout, device = state.layout, state.device
     sums = torch.zeros(len(layout.numels), 3, dtype=torch.float64, device=device)
-    updates = [
-        VarianceUpdate(average, state.moments.variance(bucket.start, bucket.stop), _segments(bucket), memory)
-        for bucket, average in zip(layout.buckets, averages, strict=True)
-    ]
-    for update in updates:
+
+    def updates() -> Iterator[VarianceUpdate]:
+        """Yield one after another, since a mean as values takes memory."""
+        for bucket, mean in zip(layout.buckets, means, strict=True):
+            segments = [Segment(None, piece.start, piece.numel, piece.index) for piece in bucket.pieces]
+            yield VarianceUpdate(mean.of(bucket), state.moments.variance(bucket.start, bucket.stop), segments, memory)
+
+    for update in updates():
         kernels.on(sums).variance_sums_(update, sums)
     total, largest, square = sums.unbind(1)
     numels = numbers_on(device, [max(1, numel) for numel in layout.numels], torch.float64)
@@ -181,14 +197,10 @@ def _learn(state: GroupState, averages: Sequence[Average], memory: float, floor:
     tops = None
     if before is not None:
         tops = torch.where(learns, tops_to_dither(torch.fmax(largest.float(), floors)), before)
-    for update in updates:
+    for update in updates():
         kernels.on(sums).refresh_variance_(update, floors, tops, step)
     if before is not None and tops is not None:
         before.copy_(tops)
-
-
-def _segments(bucket: Bucket) -> list[Segment]:
-    return [Segment(None, piece.start, piece.numel, piece.index) for piece in bucket.pieces]
 
 
 def rows_of(state: GroupState, grads: Sequence[Sequence[Tensor | None]] | None) -> Iterator[Row]:

@@ -295,7 +295,7 @@ class Model:
         # gradient -> message; messages of a chunk -> message
         make = self.training.itemsize + 2 * message + 2 * message / ranks + self._node_passes
         step = replace(messages, seconds=self._pipelined(make + 2 * message + learn, messages))
-        beside = self.training.beside_signs * FLOAT_BYTES
+        beside = self.training.in_full * FLOAT_BYTES
         return step + ring(self.cluster, beside, passes=2) if beside else step
 
     def low_bit(self, bits: int, *, deferred: bool = False) -> Step:

@@ -286,7 +286,13 @@ SCRIPT = textwrap.dedent(
 
 
 @pytest.mark.parametrize(
-    "ending", ["last act", "error", "exit handler that saves", "exit handler that saves in the background"]
+    "ending",
+    [
+        "last act",
+        pytest.param("error", marks=pytest.mark.full),
+        pytest.param("exit handler that saves", marks=pytest.mark.full),
+        "exit handler that saves in the background",
+    ],
 )
 def test_the_end_of_the_process_waits_for_a_save(ending: str, tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "checkpoint"

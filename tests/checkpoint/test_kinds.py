@@ -116,7 +116,7 @@ def resume_all(rank: int, world_size: int, folder: str | None) -> list[str]:
 
 
 @pytest.mark.invariant(21, 23, 24, 31)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("in_files", [True, False])
 def test_a_resumed_run_is_bitwise_identical_to_the_uninterrupted_one(
     in_files: bool, ranks: int, tmp_path: Path

@@ -396,7 +396,7 @@ def test_small_tensors_beside_large_ones_move_as_uncompressed_ones(rank: int, wo
             torch.testing.assert_close(found, getattr(exact, name).data, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(("bits", "most"), [("int4", 0.3), ("int8", 0.02)])
+@pytest.mark.parametrize(("bits", "most"), [("int4", 0.3), pytest.param("int8", 0.02, marks=pytest.mark.full)])
 @on_ranks(4)
 def test_gradients_that_are_dropped_leave_nothing_behind(rank: int, world_size: int, bits: str, most: float) -> None:
     """100 times larger, and thrown away by zero_grad(): before FSDP2's all-reduce too, and beside what adds up."""

@@ -62,7 +62,8 @@ def trained_alike(rank: int, world_size: int, steps: int, compression: str, opti
 @pytest.mark.parametrize(
     ("world_size", "steps", "compression", "options"),
     [
-        (2, 200, "float32", {}),
+        (2, 40, "float32", {}),
+        pytest.param(2, 200, "float32", {}, marks=pytest.mark.full),
         (3, 8, "int4", {}),
         (4, 8, "float32", {"reshard_after_forward": False}),
         pytest.param(3, 200, "int4", {}, marks=pytest.mark.full),

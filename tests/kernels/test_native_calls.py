@@ -1,14 +1,17 @@
 """The CPU library: how it is chosen and loaded, what it refuses, and torch.compile."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from ctypes import addressof, byref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_compressopt import kernels
 from hf_compressopt.kernels import (
@@ -21,9 +24,11 @@ from hf_compressopt.kernels import (
     IntegerFormat,
     LambMoments,
     LambOptions,
+    LogVariance,
     ParameterSync,
     Segment,
     SignFormat,
+    VarianceUpdate,
     library,
     native,
     reference,
@@ -209,6 +214,62 @@ def test_fake_tensors_are_refused_where_real_ones_are_needed() -> None:
             native.compress_(SIGNS, Combination.of(fake), fake, torch.zeros(64, dtype=torch.uint8), 1)
 
 
+def test_operands_of_a_refresh_that_are_wrong_are_refused() -> None:
+    x, sums, floors = torch.ones(80), torch.zeros(1, 3, dtype=torch.float64), torch.ones(1)
+    codes = LogVariance(torch.zeros(80, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32))
+    params, short, second = ([Segment(None, 0, *row)] for row in ((80, 0), (79, 0), (80, 1)))
+    signs = Average(80, SIGNS, torch.zeros(64, dtype=torch.uint8), 1, 64)
+
+    def update(
+        y: Average, v: Tensor | LogVariance = x, segments: Sequence[Segment] = params
+    ) -> VarianceUpdate:  # of a memory of 0.9
+        return VarianceUpdate(y, v, segments, 0.9)
+
+    y = Average.of(x)
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: native.variance_sums_(update(signs), sums), "must be an average in integers or in values"),
+        (
+            lambda: native.variance_sums_(update(y, segments=[Segment(None, 0, 79, 0)]), sums),
+            "cover 80 elements, got 79",
+        ),
+        (
+            lambda: native.variance_sums_(update(y, segments=[Segment(None, 0, 80, 1)]), sums),
+            "sums must have 6 entries",
+        ),
+        (lambda: native.variance_sums_(update(y, x[:79]), sums), "exp_avg_sq must have 80 elements, got 79"),
+        (lambda: native.variance_sums_(update(y), sums.float()), "sums must be .* torch.float64 tensor"),
+        (lambda: native.refresh_variance_(update(y), floors[:0]), "floors must have 1 entries or more, got 0"),
+        (lambda: native.refresh_variance_(update(y, codes), floors), "tops must be given for a variance in 8 bits"),
+        (lambda: native.refresh_variance_(update(y, x._neg_view()), floors), "exp_avg_sq must be .*negated lazily"),
+    ]
+    for call, message in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert float(x.sum()) == 80 and not sums.any()
+
+
+class Modes(TorchDispatchMode):
+    """A mode in which tables are not kept: each call makes its own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_refresh_under_a_dispatch_mode_has_its_own_bits() -> None:
+    """The table of random factors is alive until the call returns."""
+    random = torch.Generator().manual_seed(0)
+    grads, start = torch.randn(4096, generator=random), torch.randint(0, 200, (4096,), generator=random).byte()
+    found = []
+    for mode in (nullcontext, Modes):
+        codes, tops = start.clone(), torch.tensor([3], dtype=torch.int32)
+        update = VarianceUpdate(Average.of(grads), LogVariance(codes, tops), [Segment(None, 0, 4096, 0)], 0.9)
+        for key in range(5):
+            with mode():
+                native.refresh_variance_(update, torch.tensor([1e-3]), tops, key)
+        found.append(codes)
+    assert torch.equal(*found) and not torch.equal(found[0], start)
+
+
 def test_what_is_written_gets_a_new_version() -> None:
     x, param = torch.ones(80), torch.nn.Parameter(torch.ones(80))
     m, v, error = torch.ones(80), torch.ones(80), torch.ones(80)
@@ -231,6 +292,12 @@ def test_what_is_written_gets_a_new_version() -> None:
     native.add_(Average.of(x), [Segment(None, 0, 80, 0)])
     native.add_(Average.of(x[:0]), [])
     assert (grad._version, x._version) == (2, 0)
+    sums = torch.zeros(1, 3, dtype=torch.float64)
+    update = VarianceUpdate(Average.of(x), v, [Segment(None, 0, 80, 0)], 0.9)
+    native.variance_sums_(update, sums)
+    assert (sums._version, v._version, x._version) == (1, 0, 0)
+    native.refresh_variance_(update, torch.ones(1))
+    assert (v._version, x._version) == (1, 0)
 
 
 @pytest.mark.parametrize("form", [SIGNS, SignFormat(None), INTS, IntegerFormat(8)], ids=str)

@@ -550,7 +550,6 @@ def check_refresh(
     mean = average(case, form or SignFormat(8), numel, chunks if form else 0)
     square = variance(case, numel, segments, log=log)
     params, own_params, _ = case.segments(numel, segments)
-    nonempty = [segment for segment in params if segment.numel]
     floors, own_floors = case.positive(segments)
     floors[::3] = own_floors[::3] = math.nan
     old_tops = square[0].tops if isinstance(square[0], LogVariance) else torch.zeros(segments, dtype=torch.int32)
@@ -558,7 +557,7 @@ def check_refresh(
     tops = case.put((old_tops + moved).clamp_(_LOWEST_TOP, _HIGHEST_TOP))
     start = torch.rand(segments, 3, generator=case.random, dtype=torch.float64)
     sums = start.clone(), case.copy(start)
-    for k, y, v, tensors, found in case.sides(mean, square, (nonempty, own_params), sums):
+    for k, y, v, tensors, found in case.sides(mean, square, (params, own_params), sums):
         k.variance_sums_(VarianceUpdate(y, v, tensors, 0.9), found)
     torch.testing.assert_close(sums[1].cpu(), sums[0], rtol=1e-12, atol=0)
     for k, y, v, tensors, floor, top in case.sides(mean, square, (params, own_params), (floors, own_floors), tops):

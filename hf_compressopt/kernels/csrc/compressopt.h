@@ -255,8 +255,8 @@ CO_API int32_t co_variance_sums(const co_refresh *refresh, const co_variance *ex
                                 int64_t count, double *sums, const co_exec *exec);
 
 /* Second pass: v <- max(v', floors[index]), but where this floor is NaN v stays. The codes of exp_avg_sq, of which v' is
- * made as always, become those from tops[index] on, rounded at random: with h = mix(mix(mix(key + G) ^ index + G) + word G)
- * of sketch_hash.h, G = kGolden and `word` the place in the tensor / 8, the byte `place % 8` of h chooses one of factors,
+ * made as always, become those from tops[index] on, rounded at random: with h = mix(mix((mix(key + G) ^ index) + G) +
+ * word G) of sketch_hash.h, G = kGolden and `word` the place in the tensor / 8, the byte `place % 8` of h chooses one of factors,
  * and v' times it is rounded to the nearest point, by the first ten bits of its mantissa (see kernels/compact.py).
  * tops, factors: NULL where exp_avg_sq has values. */
 CO_API int32_t co_refresh_variance(const co_refresh *refresh, const co_variance *exp_avg_sq, const co_segment *segments,
