@@ -95,7 +95,7 @@ NANOGPT = Model(
 GPT2_10M = Model(True, 8192, 128, 1e-3, width=320, layers=6, heads=5, examples=16000)
 TINY_BERT, MINILM = Model(False, 1024, 128, 1e-3, batch=32), Model(False, 30522, 64, 2e-4, batch=16)
 SMOLLM2 = Model(False, 49152, 128, 1e-4, batch=4)
-BERT = Model(False, 2048, 64, 5e-4, 5e-3, width=384, layers=6, heads=12, examples=16000)  # MiniLM's shape; 11.6M
+BERT = Model(False, 2048, 64, 5e-4, 2e-3, width=384, layers=6, heads=12, examples=16000)  # MiniLM's shape; 11.6M
 VIT = Model(False, 10, 49, 1e-3, 5e-3, width=64, layers=4, batch=64)  # 0.2M parameters; 49 patches of 4 x 4 pixels
 CNN = Model(False, 10, 0, 1e-3, 5e-3, width=32, layers=2, batch=64)  # 0.5M parameters
 
@@ -270,6 +270,7 @@ RUNS: dict[str, dict[str, Run]] = {
     ),
     "quantizers": named(*(rival(f"AdamW, {title}", "quantized", quantizer=title) for title in TRAINED_QUANTIZERS)),
     "BERT": named(*from_scratch("BERT", **MASKED)),
+    "BERT, LAMB": named(*(Run(f"Lamb, BERT, lr {lr:g}", "Lamb", lr=lr, **MASKED) for lr in (1e-3, 5e-3))),
     "BERT, one rank": named(  # where nothing is compressed, and the variance freezes as on several
         Run("OnebitAdam, variance_interval=0, BERT", "OnebitAdam", {"variance_interval": 0}, **MASKED),
         Run(
@@ -337,7 +338,7 @@ TUNING = tuple(name for name in RUNS if "rates" in name)
 WORLD_SIZES = {
     **dict.fromkeys(("learning rates", "fine-tuning rates", "classification", "SmolLM2"), (2,)),
     **dict.fromkeys((f"{name}, rates" for name in (*TASKS, *GLUE_TASKS)), (2,)),
-    **dict.fromkeys((*GLUE_TASKS, "BERT", "ViT", "CNN"), (2,)),
+    **dict.fromkeys((*GLUE_TASKS, "BERT", "BERT, LAMB", "ViT", "CNN"), (2,)),
     "nanoGPT": (2, 4),
     **dict.fromkeys(("nanoGPT, one rank", "BERT, one rank"), (1,)),
     **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon"), (4,)),
