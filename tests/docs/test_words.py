@@ -15,7 +15,7 @@ LIMITS = {
     "docs/checkpoints.md": 1000,
     "docs/options.md": 2100,
     "docs/benchmarks.md": 1500,
-    "docs/convergence.md": 1060,
+    "docs/convergence.md": 1080,
     "docs/deepspeed.md": 700,
     "docs/algorithms.md": 2360,
     "docs/fine_tuning.md": 1080,
