@@ -25,7 +25,7 @@ PYTEST := env PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(or $(WO
 
 help:
 	@echo "make demo      train a small language model twice (adamw_torch, onebit_adam) on 2 processes and compare"
-	@echo "make test      the tests (real process groups, a real Trainer), 5 to 8 minutes on 2 cores"
+	@echo "make test      the tests (real process groups, a real Trainer), about 9 minutes on 2 cores"
 	@echo "make test-full the long tests that make test leaves out: fuzz, stress, whole runs, launchers"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make gpu-proof everything on the GPU that is here, in ten minutes: tests, times, losses, as JSON in build/gpu-proof"
