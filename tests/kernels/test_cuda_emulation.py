@@ -296,7 +296,7 @@ def test_the_check_of_the_first_use_passes(emulator: Emulator, family: str, coun
 # Numbers that are wrong in the kernels of large tables alone, which models of more than 46 or 80 tensors take.
 FLIPPED = {
     "adam": ("adam", "1.0 - options.beta1)", "1.0 - options.beta1 + (Tensors::capacity > 46 ? 0.125 : 0.0))"),
-    "apply": ("sums", "+= directions;", "+= directions + (Runs::capacity > 80);"),
+    "apply": ("sums", "of_tensor[0] += sum;", "of_tensor[0] += sum + (Runs::capacity > 80);"),
     "sketch": ("sums", ".index] = squares;", ".index] = squares + (Runs::capacity > 80);"),
 }
 
