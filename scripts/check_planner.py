@@ -22,15 +22,7 @@ from typing import Any
 from _common import REPOSITORY, markdown, parser_of
 
 from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS
-from hf_compressopt.planner.cost import (
-    ONEBIT_ADAM,
-    ONEBIT_ADAM_FLOAT32,
-    ONEBIT_LAMB,
-    Cluster,
-    Model,
-    Training,
-    average,
-)
+from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ONEBIT_LAMB, Cluster, Model, Training
 from hf_compressopt.quantities import bandwidth
 
 CORES = 2
@@ -95,10 +87,8 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
     }
     if method not in predictions:
         return None
-    step = predictions[method]()
-    if row.get("refreshed"):  # rows of before have no refreshes of the variance
-        step = average([(REFRESHES - 1, step), (1, step + model.refresh())])
-    return step.seconds
+    # rows of before have no refreshes of the variance
+    return model.refreshed(predictions[method](), REFRESHES * row.get("refreshed", False)).seconds
 
 
 def main() -> int:

@@ -58,7 +58,9 @@ class Blocks(Quantizer):
     """A grid of numbers and a scale per block, from the block's largest element."""
 
     def __init__(self, grid: Tensor, block: int, scale: str, bits: int, scale_bits: int) -> None:
-        self.grid, self.block, self.scale, self.bits = grid, block, scale, bits + scale_bits / block
+        self.grid, self.block = grid, block
+        self.scale = scale
+        self.bits = bits + scale_bits / block
 
     def __call__(self, values: Tensor) -> Tensor:
         rows = pad(values, (0, -values.numel() % self.block)).view(-1, self.block)

@@ -483,7 +483,8 @@ def refresh_variance_(update: VarianceUpdate, floors: Tensor, tops: Tensor | Non
         floor = floors[segment.index]
         new = fresh.clamp_(min=floor)
         if old.dtype == torch.uint8:
-            assert tops is not None
+            if tops is None:
+                raise ValueError("tops must be given for a variance in 8 bits")
             new = dithered_codes(fresh, tops[segment.index], (key, segment.index), place)
         old.copy_(torch.where(floor.isnan(), old, new))
 

@@ -155,14 +155,17 @@ def _apply(kernels: Any, data: Data) -> Written:
     fresh, factors, rates = data.positive(), data.positive(len(params)), data.positive(len(params))
     kernels.lamb_moments_(reference.LambMoments(y, m, fresh, v, params, factors, sums, options))
     kernels.lamb_apply_(m, v, params, rates, options)
-    learning, floors = data.tensors(), data.positive(len(params)) * 0.1
+    segments = data.tensors()
+    floors = data.positive(len(params)) * 0.1
     floors[::3] = torch.nan
-    learnt, given, more = data.positive(), LogVariance(codes.to(data.device), tops), data.zeros(len(params), 3).double()
-    for place, mean in ((learnt, reference.Average.of(out)), (given, _low_bits(data))):
-        update = reference.VarianceUpdate(mean, place, learning, 0.9)
-        kernels.variance_sums_(update, more)
+    refreshed = data.positive()
+    in_codes = LogVariance(codes.to(data.device), tops)
+    of_tensors = data.zeros(len(params), 3, dtype=torch.float64)
+    for variance, mean in ((refreshed, reference.Average.of(out)), (in_codes, _low_bits(data))):
+        update = reference.VarianceUpdate(mean, variance, segments, 0.9)
+        kernels.variance_sums_(update, of_tensors)
         kernels.refresh_variance_(update, floors, tops + 9, 5)
-    yield more / data.numel, SUMS
+    yield of_tensors / data.numel, SUMS
     outputs = data.tensors()
     kernels.add_(reference.Average.of(out), outputs, 0.0, 0.5)
     kernels.add_(y, outputs, 0.5, 2.0)
@@ -172,7 +175,7 @@ def _apply(kernels: Any, data: Data) -> Written:
         total = data.normal()
         kernels.sum_rows_(data.normal(_RANKS * data.numel, dtype).view(_RANKS, -1), total, factor)
         yield total, 0.0
-    written = out, values, m, u, anchor, fresh, learnt, given.codes, *tensors_of([*params, *outputs])
+    written = out, values, m, u, anchor, fresh, refreshed, in_codes.codes, *tensors_of([*params, *outputs])
     yield from ((tensor, 0.0) for tensor in written)
     yield sums / data.numel, SUMS
 

@@ -174,25 +174,20 @@ def _onebit(model: Model, name: str, steps: int, zero_stage: int = 0) -> dict[st
     averaged = model.shared_out(**sent) if zero_stage else model.averaged()
     if first == steps:
         return {"warmup": averaged, _WHOLE_RUN: averaged}
-    compressed = _refreshed(model, name, model.compressed(_PASSES[name], **sent))
+    compressed = model.refreshed(model.compressed(_PASSES[name], **sent), ALGORITHMS[name].default_variance_interval)
     whole = average([(first, averaged), (steps - first, compressed)])
     return {"warmup": averaged, "compressed": compressed, _WHOLE_RUN: whole}
 
 
-def _refreshed(model: Model, name: str, step: Step, every: int = 1) -> Step:
-    """The mean step of a stage after the warmup stage, beside some of whose messages the variance learns."""
-    interval = ALGORITHMS[name].default_variance_interval * every
-    return average([(interval - 1, step), (1, step + model.refresh())]) if interval else step
-
-
 def _zero_one(model: Model, steps: int) -> dict[str, Step]:
     averaged, gradient = model.averaged(), model.compressed(ZERO_ONE_GRADIENT)
+    interval = ALGORITHMS["zero_one_adam"].default_variance_interval  # in syncs
     weighed: dict[str, list[tuple[float, Step]]] = defaultdict(list)
     for (stage, kind), count in zero_one_shares(min(steps, _ENOUGH_STEPS), _is_low_bit(model)).items():
         if stage is Stage.VARIANCE:
             step = averaged if kind else gradient
         else:
-            step = _refreshed(model, "zero_one_adam", model.local_steps(kind), kind)
+            step = model.refreshed(model.local_steps(kind), interval * kind)
         for name in (stage.value, _WHOLE_RUN):
             weighed[name].append((count, step))
     return {name: average(weighed[name]) for name in ("variance", "local-step", _WHOLE_RUN) if name in weighed}

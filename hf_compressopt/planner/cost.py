@@ -298,6 +298,10 @@ class Model:
         beside = self.training.in_full * FLOAT_BYTES
         return step + ring(self.cluster, beside, passes=2) if beside else step
 
+    def refreshed(self, step: Step, interval: int) -> Step:
+        """The mean step where one of ``interval`` steps also refreshes the variance; 0 is none."""
+        return average([(interval - 1, step), (1, step + self.refresh())]) if interval else step
+
     def low_bit(self, bits: int, *, deferred: bool = False) -> Step:
         """A step of DDP with gradients in messages of 4 or 8 bits, (5).
 

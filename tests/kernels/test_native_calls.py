@@ -215,27 +215,21 @@ def test_fake_tensors_are_refused_where_real_ones_are_needed() -> None:
 
 
 def test_operands_of_a_refresh_that_are_wrong_are_refused() -> None:
-    x, sums, floors = torch.ones(80), torch.zeros(1, 3, dtype=torch.float64), torch.ones(1)
+    x, floors = torch.ones(80), torch.ones(1)
+    sums = torch.zeros(1, 3, dtype=torch.float64)
     codes = LogVariance(torch.zeros(80, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32))
-    params, short, second = ([Segment(None, 0, *row)] for row in ((80, 0), (79, 0), (80, 1)))
+    params, short = [Segment(None, 0, 80, 0)], [Segment(None, 0, 79, 0)]
+    second = [Segment(None, 0, 80, 1)]
     signs = Average(80, SIGNS, torch.zeros(64, dtype=torch.uint8), 1, 64)
 
-    def update(
-        y: Average, v: Tensor | LogVariance = x, segments: Sequence[Segment] = params
-    ) -> VarianceUpdate:  # of a memory of 0.9
+    def update(y: Average, v: Tensor | LogVariance = x, segments: Sequence[Segment] = params) -> VarianceUpdate:
         return VarianceUpdate(y, v, segments, 0.9)
 
     y = Average.of(x)
     refused: list[tuple[Callable[[], object], str]] = [
         (lambda: native.variance_sums_(update(signs), sums), "must be an average in integers or in values"),
-        (
-            lambda: native.variance_sums_(update(y, segments=[Segment(None, 0, 79, 0)]), sums),
-            "cover 80 elements, got 79",
-        ),
-        (
-            lambda: native.variance_sums_(update(y, segments=[Segment(None, 0, 80, 1)]), sums),
-            "sums must have 6 entries",
-        ),
+        (lambda: native.variance_sums_(update(y, x, short), sums), "cover 80 elements, got 79"),
+        (lambda: native.variance_sums_(update(y, x, second), sums), "sums must have 6 entries"),
         (lambda: native.variance_sums_(update(y, x[:79]), sums), "exp_avg_sq must have 80 elements, got 79"),
         (lambda: native.variance_sums_(update(y), sums.float()), "sums must be .* torch.float64 tensor"),
         (lambda: native.refresh_variance_(update(y), floors[:0]), "floors must have 1 entries or more, got 0"),
@@ -245,6 +239,8 @@ def test_operands_of_a_refresh_that_are_wrong_are_refused() -> None:
     for call, message in refused:
         with pytest.raises(ValueError, match=message):
             call()
+    with pytest.raises(ValueError, match="tops must be given for a variance in 8 bits"):
+        reference.refresh_variance_(update(y, codes), floors)
     assert float(x.sum()) == 80 and not sums.any()
 
 

@@ -28,15 +28,7 @@ from hf_compressopt import (
 from hf_compressopt.kernels import messages
 from hf_compressopt.optim.moments import CompactMoments
 from hf_compressopt.planner import advice, cost, memory
-from hf_compressopt.planner.cost import (
-    ONEBIT_ADAM,
-    ONEBIT_ADAM_FLOAT32,
-    ZERO_ONE_LOCAL,
-    Cluster,
-    Model,
-    Training,
-    average,
-)
+from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ZERO_ONE_LOCAL, Cluster, Model, Training
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from tests.support.harness import on_ranks
 from tests.support.launching import REPO_ROOT, run_python
@@ -71,10 +63,9 @@ def test_every_measured_row_is_predicted_within_20_percent() -> None:
 def test_bytes_are_those_that_the_interface_counted() -> None:
     seen = set()
     for row in ROWS:
-        in_full, refreshed = row.get("in_full", 0), row.get("refreshed", False)
+        in_full = row.get("in_full", 0)
         training = Training(row["numel"], 1.0, in_full=in_full, beside_signs=in_full)
         model = Model(training, Cluster(row["ranks"], 1, 1e9))
-        compressed = model.compressed(ONEBIT_ADAM)
         steps = {
             "ddp": model.ddp(),
             "fp16": model.ddp(2),
@@ -82,7 +73,7 @@ def test_bytes_are_those_that_the_interface_counted() -> None:
             "int8": model.low_bit(8),
             "zero2": model.zero(),
             "zero2_int4": model.zero_low_bit(4),
-            "onebit_adam": average([(15, compressed), (1, compressed + model.refresh() * refreshed)]),
+            "onebit_adam": model.refreshed(model.compressed(ONEBIT_ADAM), 16 * row.get("refreshed", False)),
             "zero_one_adam": model.local_steps(16),
         }
         if row["method"] in steps and row.get("per_node", 1) == 1:

@@ -237,7 +237,7 @@ CO_API int32_t co_lamb_moments(const co_average *y, float *exp_avg, float *fresh
 CO_API int32_t co_lamb_apply(const float *exp_avg, const co_variance *exp_avg_sq, const co_segment *params, int64_t count,
                              int64_t numel, const float *rates, const co_lamb_options *options, const co_exec *exec);
 
-/* ---- a refresh of the frozen variance ----------------------------------------------------------------------------- */
+/* ---- a refresh of the frozen variance ---------------------------------------------------------------------------- */
 
 /* v' = memory v + rest (g g), each operation rounded to float32; g is the mean gradient of a bucket: what y stands for, or
  * values. The data of a segment is no address here, but the place of its first element in its tensor. */
@@ -255,10 +255,10 @@ CO_API int32_t co_variance_sums(const co_refresh *refresh, const co_variance *ex
                                 int64_t count, double *sums, const co_exec *exec);
 
 /* Second pass: v <- max(v', floors[index]), but where this floor is NaN v stays. The codes of exp_avg_sq, of which v' is
- * made as always, become those from tops[index] on, rounded at random: with h = mix(mix((mix(key + G) ^ index) + G) +
- * word G) of sketch_hash.h, G = kGolden and `word` the place in the tensor / 8, the byte `place % 8` of h chooses one of factors,
- * and v' times it is rounded to the nearest point, by the first ten bits of its mantissa (see kernels/compact.py).
- * tops, factors: NULL where exp_avg_sq has values. */
+ * made as always, become those from tops[index] on, rounded at random. With `word` the place in the tensor / 8, the byte
+ * `place % 8` of h = mix(mix((mix(key + G) ^ index) + G) + word G), mix and G = kGolden of sketch_hash.h, chooses one of
+ * the [256] factors, and v' times it is rounded to the nearest point, by the first ten bits of its mantissa (see
+ * kernels/compact.py). tops, factors: NULL where exp_avg_sq has values. */
 CO_API int32_t co_refresh_variance(const co_refresh *refresh, const co_variance *exp_avg_sq, const co_segment *segments,
                                    int64_t count, const float *floors, const int32_t *tops, const float *factors,
                                    uint64_t key, const co_exec *exec);

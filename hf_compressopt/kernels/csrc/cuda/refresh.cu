@@ -177,23 +177,13 @@ int32_t co_variance_sums(const co_refresh* refresh, const co_variance* exp_avg_s
     if (refresh->numel == 0) return CO_OK;
     CO_TRY(check_refresh(refresh, exp_avg_sq, segments, count));
     CO_REQUIRE(sums, "sums is null");
-    CO_REQUIRE(indices_differ(segments, count), "two segments of one call have the same index");
     const Place place(*exec);
-    const DeviceGuard guard(place.device);
-    CO_TRY(guard.status());
-    const Scratch scratch(place, scratch_nbytes(3));
-    CO_TRY(scratch.status());
-    double* const of_item = scratch.as<double>();
     return with_learning(*refresh, *exp_avg_sq, [&](const auto& learning) {
-        using AnyLearning = std::decay_t<decltype(learning)>;
-        return for_tables<FewRuns, ManyRuns>(
-            count, tile_bits_for(segments, count), RunsOf(segments, nullptr, refresh->numel),
-            [&](const auto& table, int64_t items) -> co_status {
-                using Runs = std::decay_t<decltype(table)>;
-                if (items == 0) return CO_OK;
-                CO_TRY(launch(learning_items<Runs, AnyLearning>, items, place, table, learning, of_item));
-                return launch(fold_runs<Runs, Maximum>, table.count, place, table, of_item, sums);
-            });
+        const auto launch_items = [&](const auto& table, int64_t items, double* of_item) {
+            using Runs = std::decay_t<decltype(table)>;
+            return launch(learning_items<Runs, std::decay_t<decltype(learning)>>, items, place, table, learning, of_item);
+        };
+        return sum_tensors<Maximum>(segments, count, refresh->numel, sums, place, launch_items);
     });
 }
 
@@ -209,7 +199,7 @@ int32_t co_refresh_variance(const co_refresh* refresh, const co_variance* exp_av
     const StoreCodes codes = {exp_avg_sq->codes, tops, factors, mix(key + kGolden)};
     return with_learning(*refresh, *exp_avg_sq, [&](const auto& learning) {
         const auto store = store_of(learning.exp_avg_sq, exp_avg_sq->values, codes);
-        const Refresh<std::decay_t<decltype(learning)>, std::decay_t<decltype(store)>> operation = {learning, floors, store};
-        return run(operation, RunsOf(segments, nullptr, refresh->numel), count, Place(*exec));
+        using Operation = Refresh<std::decay_t<decltype(learning)>, std::decay_t<decltype(store)>>;
+        return run(Operation{learning, floors, store}, RunsOf(segments, nullptr, refresh->numel), count, Place(*exec));
     });
 }

@@ -121,22 +121,12 @@ int32_t co_lamb_moments(const co_average* y, float* exp_avg, float* fresh, const
                "exp_avg, fresh, params, factors or sums is null");
     CO_TRY(check_variance(exp_avg_sq));
     CO_TRY(check_segments(params, count, y->numel, "params"));
-    CO_REQUIRE(indices_differ(params, count), "two segments of one call have the same index");
     const Place place(*exec);
-    const DeviceGuard guard(place.device);
-    CO_TRY(guard.status());
-    const Scratch scratch(place, scratch_nbytes(3));
-    CO_TRY(scratch.status());
-    double* const of_item = scratch.as<double>();
     return with_variance(*exp_avg_sq, [&](auto v) {
         const LambMoments<decltype(v)> lamb = {Average(*y), exp_avg, fresh, v, factors, *options};
-        return for_tables<FewRuns, ManyRuns>(
-            count, tile_bits_for(params, count), RunsOf(params, nullptr, y->numel),
-            [&](const auto& table, int64_t items) -> co_status {
-                using Runs = std::decay_t<decltype(table)>;
-                if (items == 0) return CO_OK;
-                CO_TRY(launch(lamb_items<Runs, decltype(v)>, items, place, table, lamb, of_item));
-                return launch(fold_runs<Runs, Sum>, table.count, place, table, of_item, sums);
-            });
+        const auto launch_items = [&](const auto& table, int64_t items, double* of_item) {
+            return launch(lamb_items<std::decay_t<decltype(table)>, decltype(v)>, items, place, table, lamb, of_item);
+        };
+        return sum_tensors<Sum>(params, count, y->numel, sums, place, launch_items);
     });
 }

@@ -76,4 +76,23 @@ inline bool indices_differ(const co_segment* segments, int64_t count) {
     return std::adjacent_find(indices.begin(), indices.end()) == indices.end();
 }
 
+// Three numbers of each tensor of a bucket: launch_items(table, items, of_item) has each item's kept by keep_item<Second>.
+template <class Second, class LaunchItems>
+co_status sum_tensors(const co_segment* segments, int64_t count, int64_t numel, double* sums, const Place& place,
+                      LaunchItems launch_items) {
+    CO_REQUIRE(indices_differ(segments, count), "two segments of one call have the same index");
+    const DeviceGuard guard(place.device);
+    CO_TRY(guard.status());
+    const Scratch scratch(place, scratch_nbytes(3));
+    CO_TRY(scratch.status());
+    double* const of_item = scratch.as<double>();
+    return for_tables<FewRuns, ManyRuns>(
+        count, tile_bits_for(segments, count), RunsOf(segments, nullptr, numel),
+        [&](const auto& table, int64_t items) -> co_status {
+            if (items == 0) return CO_OK;
+            CO_TRY(launch_items(table, items, of_item));
+            return launch(fold_runs<std::decay_t<decltype(table)>, Second>, table.count, place, table, of_item, sums);
+        });
+}
+
 }  // namespace compressopt
