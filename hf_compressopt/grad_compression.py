@@ -43,7 +43,7 @@ from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.format.index import NODE_SIZE
-from hf_compressopt.kernels.memory import fetch_later, numbers_on
+from hf_compressopt.kernels.memory import fetch_later, numbers_on, reads_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -347,7 +347,7 @@ class GradientCompression:
         A parameter without a gradient on any rank stays without one.
 
         Raises:
-            TypeError: For sparse gradients, on all ranks together if their gradients have the same layouts.
+            TypeError: For sparse gradients, on all ranks together; on a GPU only where a gradient is sparse or missing.
         """
         if self.communicator.world_size > 1:
             self._record.passes.run_in_loop(self.communicator)
@@ -362,9 +362,11 @@ class GradientCompression:
         self._record.passes.begin(self.communicator)  # another rank may be in a step, which it refuses
         with torch.no_grad():
             mine = [0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else 2.0 for p in self.params]
-            present = numbers_on(self.communicator.device, mine)
+            device = self.communicator.device
+            present = numbers_on(device, mine)
             self.communicator.all_reduce(present, op="max").wait()
-            found = mine if set(mine) <= {1.0} else present.tolist()  # another wait for a GPU, where one is missing
+            are_read = reads_at_once(device) or set(mine) != {1.0}  # else another wait for a GPU
+            found = present.tolist() if are_read else mine
             if 2.0 in found:
                 raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
             self._start()
