@@ -111,6 +111,7 @@ class GlueTask:
     rate: float  # the best of GLUE_RATES for AdamW
     header: bool = True
     share: int = 1  # every so many-th example
+    by_length: bool = True  # see grouped()
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -155,7 +156,7 @@ ADAM_FAMILY = ("AdamW", "int4", "OnebitAdam", "ZeroOneAdam")
 PRETRAINING = Run("pretraining", "AdamW", text="library")
 #: Of tasks, what all runs share, and the learning rates of AdamW among which the best one was looked for.
 TASKS: dict[str, tuple[dict[str, Any], Sequence[float]]] = {
-    "10M": ({"model": GPT2_10M, "text": "all of the library", "steps": 2000}, (1e-3, 2e-3, 4e-3)),
+    "10M": ({"model": GPT2_10M, "text": "all of the library", "steps": 1000, "autocast": True}, (1e-3, 2e-3, 4e-3)),
     "SmolLM2": ({"model": SMOLLM2, "text": "library, SmolLM2", "steps": 200}, (5e-5, 1e-4, 2e-4)),
     "MiniLM": ({"model": MINILM, "text": "snippets", "steps": 150}, (2.5e-5, 5e-5, 1e-4, 2e-4)),
 }
@@ -163,7 +164,7 @@ NANO: dict[str, Any] = {"model": NANOGPT, "text": "Shakespeare", "steps": 2000}
 MASKED: dict[str, Any] = {"model": BERT, "text": "masked words", "steps": 1000, "autocast": True}
 GLUE_TASKS = {
     "CoLA": GlueTask((3,), 1, "1", 801, 1e-4, header=False),
-    "MRPC": GlueTask((3, 4), 0, "1", 343, 1e-4),
+    "MRPC": GlueTask((3, 4), 0, "1", 343, 1e-4, by_length=False),
     "RTE": GlueTask((1, 2), 3, "entailment", 233, 1e-4),
     "SST-2": GlueTask((0,), 1, "1", 701, 1e-4, share=3),
 }
@@ -341,7 +342,7 @@ WORLD_SIZES = {
     **dict.fromkeys((*GLUE_TASKS, "BERT", "BERT, LAMB", "ViT", "CNN"), (2,)),
     "nanoGPT": (2, 4),
     **dict.fromkeys(("nanoGPT, one rank", "BERT, one rank"), (1,)),
-    **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon"), (4,)),
+    **dict.fromkeys(("rivals, rates", "fine-tuning", "FSDP2", "Muon", "10M"), (4,)),
     "quantizers": (2,),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
@@ -673,11 +674,25 @@ def schedule(optimizer: torch.optim.Optimizer, steps: int, model: Model) -> torc
     return get_linear_schedule_with_warmup(optimizer, max(1, steps // 10), steps)
 
 
-def batches(examples: Examples, steps: int, size: int, seed: int, rank: int, world_size: int) -> Iterator[Examples]:
+def grouped(order: Tensor, lengths: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """The same examples, in batches of about one length: 50 batches at a time are sorted, then all are shuffled.
+
+    Trainer's group_by_length sorts as many; its batches stay in the order of their lengths.
+    """
+    by_length = torch.cat([part[lengths[part].argsort()] for part in order.split(50 * size)]).view(-1, size)
+    shuffled = by_length[torch.randperm(len(by_length), generator=generator)]
+    return shuffled[:, torch.randperm(size, generator=generator)].flatten()
+
+
+def batches(
+    examples: Examples, steps: int, size: int, seed: int, rank: int, world_size: int, by_length: bool = False
+) -> Iterator[Examples]:
     """This rank's part of every global batch of a size; the global batches depend on the seed alone."""
     count, generator = len(examples["labels"]), torch.Generator().manual_seed(seed)
     passes = math.ceil(steps * size / count)
-    order = torch.cat([torch.randperm(count, generator=generator) for _ in range(passes)])
+    order = torch.cat([torch.randperm(count, generator=generator) for _ in range(passes)])[: steps * size]
+    if by_length:
+        order = grouped(order, examples["attention_mask"].sum(dim=1), size, generator)
     for step in range(steps):
         mine = order[step * size : (step + 1) * size].chunk(world_size)[rank]
         yield {name: values[mine] for name, values in examples.items()}
@@ -802,7 +817,8 @@ def train(order: dict[str, Any]) -> dict[str, Any]:
     scheduler, interval = schedule(optimizer, steps, run.model), max(5, math.ceil(steps / evaluations))
     loss_sum, loss_steps = torch.zeros(()), 0
     curve = []
-    mine = batches(text["train"], steps, run.model.batch, seed, ours.rank, ours.world_size)
+    by_length = run.text in GLUE_TASKS and GLUE_TASKS[run.text].by_length
+    mine = batches(text["train"], steps, run.model.batch, seed, ours.rank, ours.world_size, by_length)
     generator = torch.Generator().manual_seed(seed * ours.world_size + ours.rank)
     for step, batch in enumerate(mine, start=1):
         if run.text == "masked words":

@@ -164,18 +164,25 @@ FAMILIES = {
 
 
 def families() -> Table:
-    """A BERT's loss, and accuracies of a ViT and a CNN, on 2 ranks; each of the uncompressed before what follows it."""
+    """Losses of a BERT and of a GPT-2 on 4 ranks, and accuracies of a ViT and a CNN, on 2 ranks where none are said.
+
+    Each of the uncompressed stands before what follows it.
+    """
     titles = {"`adamw_torch`": ("AdamW", ""), **FAMILIES}
     last = titles.pop("`onebit_lamb`")
     titles |= {"LAMB": ("Lamb", ""), "`onebit_lamb`": last}
-    lines = [["method", "BERT, loss", "against", "seeds", "ViT, accuracy", "CNN, accuracy", "fewer bytes"]]
+    titles_of = "BERT, loss", "against", "seeds", "GPT-2, against", "ViT, accuracy", "CNN, accuracy"
+    lines = [["method", *titles_of, "fewer bytes"]]
     for title, (name, partner) in titles.items():
         found = {model: [*losses(f"{name}, {model}", 2).values()] for model in ("BERT", "ViT", "CNN")}
         loss = statistics.fmean(row["eval_loss"] for row in found["BERT"]) if found["BERT"] else None
-        above = percent(against(f"{name}, BERT", f"{partner}, BERT", 2)) if partner else ""
+        above, of_gpt2 = (
+            percent(against(f"{name}, {model}", f"{partner}, {model}", ranks)) if partner else ""
+            for model, ranks in (("BERT", 2), ("10M", 4))
+        )
         scores = [statistics.fmean(row["accuracy"] for row in found[model]) for model in ("ViT", "CNN")]
         seeds = str(len(found["BERT"]) or "")
-        cells = ["" if loss is None else f"{loss:.3f}", above, seeds, *(f"{score:.3f}" for score in scores)]
+        cells = ["" if loss is None else f"{loss:.3f}", above, seeds, of_gpt2, *(f"{score:.3f}" for score in scores)]
         lines.append([title, *cells, f"{fewer(f'{name}, ViT', 2):.1f}x"])
     return lines
 
@@ -238,7 +245,9 @@ def lost() -> Table:
     for title, name in TUNED.items():
         cases += [(f"{title}, fine-tuning, {k}", f"{name}, {v}", f"AdamW, {v}", n) for k, (v, n) in FINE_TUNED.items()]
         cases.append((f"{title}, films", f"{name}, MiniLM", "AdamW, MiniLM", 2))
-    cases += [(f"{title}, BERT", f"{name}, BERT", f"{partner}, BERT", 2) for title, (name, partner) in FAMILIES.items()]
+    for title, (name, partner) in FAMILIES.items():
+        cases.append((f"{title}, BERT", f"{name}, BERT", f"{partner}, BERT", 2))
+        cases.append((f"{title}, GPT-2 of 10M", f"{name}, 10M", f"{partner}, 10M", 4))
     found: dict[str, dict[int, float]] = {}
     for title, name, partner, ranks in cases:
         if (by := against(name, partner, ranks)) and by[0] >= 0.3:
@@ -266,7 +275,7 @@ def classification() -> Table:
     methods = {"`adamw_torch`": "AdamW", "DDP, 8-bit floats": "AdamW, float8 gradients"}
     methods |= {title: name.removesuffix(", nanoGPT") for title, name in NANOGPT.items()}
     tasks = [task for task in TASKS if losses(f"AdamW, int4 gradients, {task}", 2)]
-    lines = [["accuracy", *(TASKS[task][0] for task in tasks), "seeds", "fewer bytes"]]
+    lines = [["score", *(TASKS[task][0] for task in tasks), "seeds", "fewer bytes"]]
     for title, name in methods.items():
         found = {task: [score_of(row) for row in losses(f"{name}, {task}", 2).values()] for task in tasks}
         cells = [

@@ -111,6 +111,12 @@ def sentences() -> Iterator[tuple[str, str]]:
     well, spoiled = (made.percent(made.against(name, "AdamW, BERT", 2)) for name in names)
     for page in ("README.md", "docs/choosing.md"):
         yield page, f"A BERT, 3 seeds: {well} with onebit_adam, {spoiled} with variance_interval=0"
+    int4, onebit, zero_one = (
+        made.percent(made.against(f"{name}, 10M", "AdamW, 10M", 4))
+        for name in ("AdamW, int4 gradients", "OnebitAdam", "ZeroOneAdam")
+    )
+    gpt2 = "A GPT-2 of 10M parameters, 4 ranks, one seed"
+    yield "README.md", f"{gpt2}: int4 {int4}, onebit_adam {onebit}, zero_one_adam {zero_one}"
     best, low, large = (
         losses(f"AdamW, int4 gradients, {run}", f"AdamW, {run}", (ranks,))[0] for run, ranks in made.FINE_TUNED.values()
     )
@@ -125,6 +131,10 @@ def sentences() -> Iterator[tuple[str, str]]:
     scores = [row["accuracy"] for row in made.losses("AdamW, MRPC", 2).values()]
     error = f"{made.standard_error('MRPC', scores):.2f}"
     yield "README.md", f"{accuracies('MRPC')} on MRPC, where one standard error is {error}"
+    rte = sorted(made.losses(f"AdamW, RTE, lr {rate}", 2)[10]["accuracy"] for rate in ("5e-05", "0.0001", "0.0002"))
+    yield "docs/fine_tuning.md", f"(AdamW {rte[0]:.3f} to {rte[-1]:.3f} at three rates"
+    ended = fmean(row["eval_loss"] for row in made.losses("AdamW, 10M", 4).values())
+    yield "docs/convergence.md", f"against AdamW, which ends at {ended:.3f}"
     quantized = [made.against(f"AdamW, {name}", "AdamW", 2)[0] for name in TRAINED_QUANTIZERS]
     yield "docs/convergence.md", f"six of them ended at {min(quantized):+.2f} to {max(quantized):+.2f} % of AdamW"
     alone = [f"OnebitAdam, {step}variance_interval=0, BERT" for step in ("", "freeze_step=500, ")]

@@ -15,6 +15,7 @@ from tests.support.launching import REPO_ROOT, run, run_python
 SCRIPTS = REPO_ROOT / "scripts"
 sys.path.append(str(SCRIPTS))
 
+from _convergence import batches  # noqa: E402
 from benchmark_host import HostCopies  # noqa: E402
 
 KINDS = ["OnebitAdam", "ZeroOneAdam", "OnebitLamb", "int4 gradients", "DDP", "DDP, int4 gradients", "ZeRO-2"]
@@ -112,3 +113,14 @@ def test_models_that_fsdp2_shards_and_muon(tmp_path: Path) -> None:
     assert rows["MuonAdamW, int4 gradients"]["bytes"] < rows["MuonAdamW"]["bytes"] / 7.5
     numel = rows["HSDP"]["parameters"]  # halves of 4 bits in, and out
     assert 10 * numel / 2 / 2 < rows["HSDP, int4 gradients"]["bytes"] < 1.1 * 10 * numel / 2 / 2
+
+
+def test_batches_of_about_one_length_hold_every_example_once_in_a_pass() -> None:
+    lengths = torch.randint(1, 90, (400,), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(90) < lengths.unsqueeze(1)).long()
+    examples = {"attention_mask": mask, "labels": torch.arange(400)}
+    ranks = [list(batches(examples, 100, 8, 0, rank, 2, by_length=True)) for rank in range(2)]
+    together = [torch.cat([part["labels"] for part in parts]) for parts in zip(*ranks, strict=True)]
+    assert torch.equal(torch.cat(together).bincount(), torch.full((400,), 2)) and {len(t) for t in together} == {8}
+    assert max(int(lengths[batch].max() - lengths[batch].min()) for batch in together) < 15
+    assert len({int(lengths[batch].max()) for batch in together[:10]}) > 5  # short and long ones, one after another
