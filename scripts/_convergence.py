@@ -111,7 +111,7 @@ class GlueTask:
     rate: float  # the best of GLUE_RATES for AdamW
     header: bool = True
     share: int = 1  # every so many-th example
-    by_length: bool = True  # see grouped()
+    by_length: bool = True  # see grouped(); the rows of MRPC are older
 
     @property
     def kept(self) -> dict[str, Any]:
