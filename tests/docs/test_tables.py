@@ -16,7 +16,7 @@ from tests.support.launching import REPO_ROOT
 sys.path.append(str(REPO_ROOT / "scripts"))
 
 import make_tables as made  # noqa: E402
-from _convergence import TRAINED_QUANTIZERS  # noqa: E402
+from _convergence import GLUE_TASKS, TRAINED_QUANTIZERS  # noqa: E402
 
 README = REPO_ROOT / "README.md"
 
@@ -187,6 +187,15 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "docs/deepspeed.md", f"one scale ended {more:.1f} % higher"
     short = tuned("OnebitAdam, frozen at 20%, 200 steps")
     yield "docs/choosing.md", f"freezing the variance at 20 % of 200 steps cost {short:.1f} % of loss"
+
+
+@pytest.mark.parametrize("task", ["CoLA", "MRPC", "SST-2"])
+def test_the_rate_of_a_task_is_within_half_a_standard_error_of_the_best(task: str) -> None:
+    tried = made.losses(f"AdamW, {task}, lr 0.0001", 2)[10]
+    names = (f"AdamW, {task}, lr {rate}" for rate in ("5e-05", "0.0002"))
+    others = [made.score_of(made.losses(name, 2)[10]) for name in names]
+    assert GLUE_TASKS[task].rate == tried["lr"]
+    assert max(others) - made.score_of(tried) < made.standard_error(task, [made.score_of(tried)]) / 2
 
 
 @pytest.mark.parametrize(("page", "words"), [*sentences()], ids=lambda value: value[:40])
