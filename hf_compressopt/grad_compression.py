@@ -17,6 +17,7 @@ Vectors and small tensors are averaged in full precision: larger neighbours in a
 import logging
 import math
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -362,15 +363,16 @@ class GradientCompression:
         self._record.passes.begin(self.communicator)  # another rank may be in a step, which it refuses
         with torch.no_grad():
             mine = [0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else 2.0 for p in self.params]
-            device = self.communicator.device
-            present = numbers_on(device, mine)
+            found, device = array("f", mine or [0.0]), self.communicator.device
+            here = reads_at_once(device)  # then the largest ones come in the place of this rank's
+            present = torch.frombuffer(found, dtype=torch.float32) if here else numbers_on(device, found)
             self.communicator.all_reduce(present, op="max").wait()
-            are_read = reads_at_once(device) or set(mine) != {1.0}  # else another wait for a GPU
-            found = present.tolist() if are_read else mine
+            if not here and set(mine) != {1.0}:  # else without another wait for a GPU
+                found = array("f", present.tolist())
             if 2.0 in found:
                 raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
             self._start()
-            for param, anywhere in zip(self.params, found, strict=True):
+            for param, anywhere in zip(self.params, found, strict=False):
                 if anywhere and param.grad is None:
                     param.grad = torch.zeros_like(param)
                 self._rounds.add(param, param.grad)
