@@ -44,7 +44,7 @@ from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
 from hf_compressopt.format.foreign import refuse_torch_checkpoint
 from hf_compressopt.format.index import NODE_SIZE
-from hf_compressopt.kernels.memory import fetch_later, numbers_on, reads_at_once
+from hf_compressopt.kernels.memory import fetch_later, numbers_in_place, reads_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -363,16 +363,15 @@ class GradientCompression:
         self._record.passes.begin(self.communicator)  # another rank may be in a step, which it refuses
         with torch.no_grad():
             mine = [0.0 if p.grad is None else 1.0 if p.grad.layout == torch.strided else 2.0 for p in self.params]
-            found, device = array("f", mine or [0.0]), self.communicator.device
-            here = reads_at_once(device)  # then the largest ones come in the place of this rank's
-            present = torch.frombuffer(found, dtype=torch.float32) if here else numbers_on(device, found)
+            found, device = array("f", mine), self.communicator.device
+            present = numbers_in_place(device, found)
             self.communicator.all_reduce(present, op="max").wait()
-            if not here and set(mine) != {1.0}:  # else without another wait for a GPU
+            if not reads_at_once(device) and set(mine) != {1.0}:  # else without another wait for a GPU
                 found = array("f", present.tolist())
             if 2.0 in found:
                 raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
             self._start()
-            for param, anywhere in zip(self.params, found, strict=False):
+            for param, anywhere in zip(self.params, found, strict=True):
                 if anywhere and param.grad is None:
                     param.grad = torch.zeros_like(param)
                 self._rounds.add(param, param.grad)

@@ -43,7 +43,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_compressopt.collectives.communicator import Communicator, digest_of
 from hf_compressopt.collectives.exchange import Pipeline
-from hf_compressopt.kernels.memory import fetch_later, numbers_on, reads_at_once
+from hf_compressopt.kernels.memory import fetch_later, numbers_in_place, reads_at_once
 
 _RECORDS: WeakSet[SendRecord] = WeakSet()
 _NUMBERS = count()  # of records, alike on all ranks, which send in their order
@@ -151,8 +151,8 @@ class StepPasses:
         numbers = [*map(float, (self.count, self.held, in_step, self.members, hyperparameters))]
         # one maximum says both: that of the negative numbers is minus the least of the numbers
         both = [-math.inf] * 2 * len(numbers) if joined else [*numbers, *(-number for number in numbers)]
-        here, device = array("f", both), wide[0].reached().device
-        message = torch.frombuffer(here, dtype=torch.float32) if reads_at_once(device) else numbers_on(device, here)
+        here = array("f", both)
+        message = numbers_in_place(wide[0].reached().device, here)
         arrive = partial(_arrived, _largest(wide[0], message), wide[1:], message)
         self._posted = _Posted(wide, arrive, here, doing or self._describe(in_step))
 

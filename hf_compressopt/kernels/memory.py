@@ -109,6 +109,13 @@ def numbers_on(device: torch.device, numbers: Sequence[float], dtype: torch.dtyp
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
 
 
+def numbers_in_place(device: torch.device, numbers: array[float]) -> Tensor:
+    """Return float32 numbers on a device, [n]; in host memory ``numbers`` itself, where the host reads what comes."""
+    if numbers and reads_at_once(device):
+        return torch.frombuffer(numbers, dtype=torch.float32)
+    return numbers_on(device, numbers)
+
+
 def in_float32(number: float) -> float:
     """Return a number as float32 rounds it."""
     return c_float(number).value
