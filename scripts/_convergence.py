@@ -108,7 +108,7 @@ class GlueTask:
     label: int
     positive: str  # the label that is class 1
     steps: int  # of 32 examples: three passes, of SST-2 one over a third
-    rate: float  # the best of GLUE_RATES for AdamW
+    rate: float  # within half a standard error of AdamW's best of GLUE_RATES
     header: bool = True
     share: int = 1  # every so many-th example
     by_length: bool = True  # see grouped(); the rows of MRPC are older

@@ -144,8 +144,8 @@ def above_one_rank(name: str, ranks: int) -> tuple[float, float, float] | None:
     return against(name, "AdamW, nanoGPT", ranks, [*rows("convergence"), *alone])
 
 
-def loss_of_nanogpt(name: str, ranks: int) -> str:
-    """The mean over seeds, or nothing."""
+def mean_loss(name: str, ranks: int) -> str:
+    """The mean evaluation loss over seeds, or nothing."""
     found = losses(name, ranks).values()
     return f"{statistics.fmean(row['eval_loss'] for row in found):.3f}" if found else ""
 
@@ -171,18 +171,17 @@ def families() -> Table:
     titles = {"`adamw_torch`": ("AdamW", ""), **FAMILIES}
     last = titles.pop("`onebit_lamb`")
     titles |= {"LAMB": ("Lamb", ""), "`onebit_lamb`": last}
-    titles_of = "BERT, loss", "against", "seeds", "GPT-2, against", "ViT, accuracy", "CNN, accuracy"
-    lines = [["method", *titles_of, "fewer bytes"]]
+    columns = "BERT, loss", "against", "seeds", "GPT-2, loss", "ViT, accuracy", "CNN, accuracy"
+    lines = [["method", *columns, "fewer bytes"]]
     for title, (name, partner) in titles.items():
-        found = {model: [*losses(f"{name}, {model}", 2).values()] for model in ("BERT", "ViT", "CNN")}
-        loss = statistics.fmean(row["eval_loss"] for row in found["BERT"]) if found["BERT"] else None
         above, of_gpt2 = (
             percent(against(f"{name}, {model}", f"{partner}, {model}", ranks)) if partner else ""
             for model, ranks in (("BERT", 2), ("10M", 4))
         )
-        scores = [statistics.fmean(row["accuracy"] for row in found[model]) for model in ("ViT", "CNN")]
-        seeds = str(len(found["BERT"]) or "")
-        cells = ["" if loss is None else f"{loss:.3f}", above, seeds, of_gpt2, *(f"{score:.3f}" for score in scores)]
+        seeds = str(len(losses(f"{name}, BERT", 2)) or "")
+        cells = [mean_loss(f"{name}, BERT", 2), above, seeds, of_gpt2 or mean_loss(f"{name}, 10M", 4)]
+        for model in ("ViT", "CNN"):
+            cells.append(f"{statistics.fmean(row['accuracy'] for row in losses(f'{name}, {model}', 2).values()):.3f}")
         lines.append([title, *cells, f"{fewer(f'{name}, ViT', 2):.1f}x"])
     return lines
 
@@ -191,9 +190,9 @@ def nanogpt() -> Table:
     """Validation losses, and how far they lie above AdamW's."""
     plain, counts = "AdamW, nanoGPT", (2, 4)
     lines = [["method", "loss, 2 ranks", "4 ranks", "against AdamW, 2 ranks", "4 ranks", "seeds", "fewer bytes"]]
-    lines.append(["`adamw_torch`, one rank", loss_of_nanogpt(plain, 1), "", "", "", str(len(losses(plain, 1))), ""])
+    lines.append(["`adamw_torch`, one rank", mean_loss(plain, 1), "", "", "", str(len(losses(plain, 1))), ""])
     for title, name in NANOGPT.items():
-        ended = [loss_of_nanogpt(name, ranks) for ranks in counts]
+        ended = [mean_loss(name, ranks) for ranks in counts]
         above = [percent(above_one_rank(name, ranks)) for ranks in counts]
         if any(ended):
             seeds = "/".join(str(len(losses(name, ranks))) for ranks in counts)
@@ -271,19 +270,21 @@ def standard_error(task: str, scores: Sequence[float]) -> float:
 
 
 def classification() -> Table:
-    """Scores of the methods on the tasks, means over seeds with standard errors."""
+    """Scores of the methods on the tasks, means over seeds, with the largest standard error of a task."""
     methods = {"`adamw_torch`": "AdamW", "DDP, 8-bit floats": "AdamW, float8 gradients"}
     methods |= {title: name.removesuffix(", nanoGPT") for title, name in NANOGPT.items()}
     tasks = [task for task in TASKS if losses(f"AdamW, int4 gradients, {task}", 2)]
-    lines = [["score", *(TASKS[task][0] for task in tasks), "seeds", "fewer bytes"]]
+    scores = {
+        task: {name: [score_of(row) for row in losses(f"{name}, {task}", 2).values()] for name in methods.values()}
+        for task in tasks
+    }
+    errors = {task: max(standard_error(task, each) for each in scores[task].values() if each) for task in tasks}
+    lines = [["score", *(f"{TASKS[task][0]} ± {errors[task]:.3f}" for task in tasks), "seeds", "fewer bytes"]]
     for title, name in methods.items():
-        found = {task: [score_of(row) for row in losses(f"{name}, {task}", 2).values()] for task in tasks}
-        cells = [
-            f"{statistics.fmean(scores):.3f} ± {standard_error(task, scores):.3f}" if scores else ""
-            for task, scores in found.items()
-        ]
-        if task := next((task for task, scores in found.items() if scores), None):
-            seeds = "/".join(str(len(scores)) for scores in found.values())
+        found = {task: scores[task][name] for task in tasks}
+        cells = [f"{statistics.fmean(each):.3f}" if each else "" for each in found.values()]
+        if task := next((task for task, each in found.items() if each), None):
+            seeds = "/".join(str(len(each)) for each in found.values())
             lines.append([title, *cells, seeds, f"{fewer(f'{name}, {task}', 2):.1f}x"])
     return lines
 

@@ -15,12 +15,12 @@ LIMITS = {
     "docs/checkpoints.md": 1000,
     "docs/options.md": 2100,
     "docs/benchmarks.md": 1500,
-    "docs/convergence.md": 1110,
+    "docs/convergence.md": 1080,
     "docs/deepspeed.md": 700,
     "docs/algorithms.md": 2360,
     "docs/fine_tuning.md": 1080,
 }
-IN_PAGES, IN_DEV = 16_860, 5560
+IN_PAGES, IN_DEV = 16_800, 5560
 IN_RECIPES = 2500
 
 
