@@ -1,13 +1,14 @@
 """Refreshes of a frozen variance: it learns from gradients that are averaged beside the messages of a step.
 
-Beside every ``variance_interval``-th message, with c the factor by which its step clips gradients, and k the number of
-steps that the refresh stands for (``StepPlan.refresh_steps``):
+Beside every ``variance_interval``-th message, in step t, with c the factor by which the step clips gradients, and k the
+number of steps that the refresh stands for (``StepPlan.refresh_steps``):
     g = mean_r Q(c g_r)                                                                     (1)
-    v <- b v + (1 - b) g^2, b = max(b2^k, 7/8);  in each tensor v <- max(v, variance_floor mean(v))  (2)
-The steps that follow divide by it. Q are messages of 4 or 8 bits, as ``warmup_bits`` says, without error feedback (the
-errors are those of the momentum), which the servers round once more: what they round to 0 is below the floor, but for
-ends of tensors that share a block of 128 with others. With 16 and 32 bits g is exact, and so it is of what travels in
-full, or has done so in the warmup stage.
+    v <- b v + (1 - b) g^2, b = max(a, 7/8);  in each tensor v <- max(v, variance_floor mean(v))  (2)
+a = b2^k (1 - b2^(t-k)) / (1 - b2^t) is what Adam's corrected variance keeps of itself in k steps, b2^k what it keeps
+without ``bias_correction``. The steps that follow divide by v. Q are messages of 4 or 8 bits, as ``warmup_bits`` says,
+without error feedback (the errors are those of the momentum), which the servers round once more: what they round to 0
+is below the floor, but for ends of tensors that share a block of 128 with others. With 16 and 32 bits g is exact, and
+so it is of what travels in full, or has done so in the warmup stage.
 Codes of a variance (:mod:`~hf_compressopt.kernels.compact`) are rounded at random, up or down, so that their mean is
 right: in a refresh most of them change by less than half of a code. Equal numbers fall on all ranks.
 
@@ -140,8 +141,16 @@ class VarianceRefresh:
             keys = [(state.number, bucket.start) for bucket in state.layout.buckets]
             means = [_Mean(state, self._averages.pop(key), self._exact.pop(key, None)) for key in keys]
             if means:
-                memory = max(LEAST_MEMORY, state.options["betas"][1] ** steps)
-                _learn(state, means, memory, floor, step)
+                _learn(state, means, _memory(state, step, steps), floor, step)
+
+
+def _memory(state: GroupState, step: int, steps: int) -> float:
+    """The share of itself that a variance keeps in the refresh of a step, which stands for so many: b of (2)."""
+    beta2: float = state.options["betas"][1]
+    kept = beta2**steps
+    if state.options["bias_correction"]:
+        kept *= (1 - beta2 ** (step - steps)) / (1 - beta2**step)
+    return max(LEAST_MEMORY, kept)
 
 
 class _Mean(NamedTuple):

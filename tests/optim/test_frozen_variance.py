@@ -126,6 +126,32 @@ def test_the_variance_follows_gradients_that_grow_and_shrink_after_the_switch(ra
     assert float(found["frozen"][1].mean()) < 0.01 * float(found["adamw"][1].mean()), "the problem must need refreshes"
 
 
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("kind", [OnebitAdam, ZeroOneAdam])
+@on_ranks(2)
+def test_the_variance_stays_adamws_after_an_early_switch(
+    rank: int, world_size: int, kind: type[OnebitAdam | ZeroOneAdam], corrected: bool
+) -> None:
+    """Gradients last as long as an interval, so that a refresh sees all that AdamW does, whose memory is far longer."""
+    freeze, every = 80, 8
+    params = [torch.nn.Parameter(torch.zeros(9, 128)) for _ in range(2)]
+    options = {"bias_correction": corrected, "freeze_step": freeze, "variance_interval": every, "variance_floor": 0.0}
+    if kind is ZeroOneAdam:
+        options |= {"var_update_scaler": freeze, "local_step_clipper": 1}
+    ours = in_form(kind, "float32")([params[0]], lr=1e-3, betas=(0.9, 0.999), warmup_bits=32, **options)
+    adamw = torch.optim.AdamW([params[1]], lr=1e-3, betas=(0.9, 0.999))
+    for step in range(1, 2 * freeze + 1):
+        generator = torch.Generator().manual_seed((step - 1) // every)
+        mean = (10.0 if step > freeze else 1.0) * torch.randn(params[0].shape, generator=generator)
+        params[0].grad, params[1].grad = mean * (0.5 + rank), mean
+        average_gradients(ours)
+        for optimizer in (ours, adamw):
+            optimizer.step()
+        if step > freeze and step % every == 0:
+            expected = adamw.state[params[1]]["exp_avg_sq"] / (1 - 0.999**step if corrected else 1.0)
+            torch.testing.assert_close(ours.state[params[0]]["exp_avg_sq"], expected, rtol=1e-4, atol=0.0)
+
+
 @on_ranks(2)
 def test_a_refresh_averages_vectors_apart_from_matrices_that_share_their_blocks(rank: int, world_size: int) -> None:
     """A vector with gradients 1,000 times larger lies in the last block of integers, with 120 elements of a matrix."""

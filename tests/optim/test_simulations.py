@@ -77,6 +77,7 @@ def refreshed_cases(interval: int) -> list[Case]:
         Case("refreshed", [*ONE, {"shapes": [(5,)], "non_freeze": True}], learns, missing=missing),
         Case("refreshed_and_clipped", mixed_groups(0.02), {**learns, "max_grad_norm": 0.5, "scale_block": 8}),
         Case("refreshed_without_floor", ONE, {**learns, "variance_floor": 0.0, "weight_decay": 0.1}),
+        Case("refreshed_often", ONE, {**learns, "variance_interval": 1, "betas": (0.8, 0.99)}),
     ]
 
 

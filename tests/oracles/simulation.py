@@ -236,7 +236,9 @@ class Simulation:
         mean = sum(np.zeros_like(v) if g is None else g.reshape(v.shape) for g in grads) / self.world_size
         if not v.any() or not mean.any() or not np.isfinite(mean).all():
             return v
-        memory = max(beta2 ** (self.variance_interval * interval), 7 / 8)
+        steps = self.variance_interval * interval
+        old, new = beta2**steps * (1 - beta2 ** (self.step_count - steps)), 1 - beta2**steps
+        memory = max(old / (old + new) if self.bias_correction else beta2**steps, 7 / 8)
         v = memory * v + (1 - memory) * mean * mean
         return np.maximum(v, self.variance_floor * v.mean())
 
