@@ -246,12 +246,15 @@ def from_scratch(name: str, **kept: Any) -> list[Run]:
 def glue(name: str) -> list[Run]:
     """The methods on a task of GLUE."""
     kept: dict[str, Any] = {"text": name, **GLUE_TASKS[name].kept}
+    early = {"freeze_step": GLUE_TASKS[name].steps // 5}
     return [
         *every(f", {name}", ("AdamW", "int4", "OnebitAdam"), older=False, **kept),
         Run(f"AdamW, int8 gradients, {name}", "AdamW", COMPACT, gradients="int8", **kept),
         Run(f"ZeRO-2 and AdamW, int4 both ways, {name}", "AdamW", zero=BOTH_INT4, **kept),
         rival(f"AdamW, bfloat16 gradients, {name}", "bfloat16", kept),
         rival(f"AdamW, float8 gradients, {name}", "float8", kept),
+        Run(f"OnebitAdam, frozen at 20%, {name}", "OnebitAdam", early, **kept),  # these runs stay in warmup else
+        Run(f"ZeroOneAdam, frozen at 20%, {name}", "ZeroOneAdam", early, **kept),
     ]
 
 
@@ -314,7 +317,8 @@ RUNS: dict[str, dict[str, Run]] = {
         *frozen(120, ", topics", model=TINY_BERT, text="topics", steps=600),
         *every(", MiniLM", ADAM_FAMILY, **TASKS["MiniLM"][0]),
     ),
-    **{name: named(*every(f", {name}", ADAM_FAMILY, **TASKS[name][0])) for name in ("SmolLM2", "10M")},
+    "SmolLM2": named(*every(", SmolLM2", ADAM_FAMILY, **TASKS["SmolLM2"][0])),
+    "10M": named(*every(", 10M", ADAM_FAMILY, older=False, **TASKS["10M"][0])),
     **{f"{k}, rates": rates({"AdamW": lrs}, f"{{}}, {k}, lr {{:g}}", **kept) for k, (kept, lrs) in TASKS.items()},
     "fine-tuning rates": rates(
         {"AdamW": (2e-3, 4e-3, 8e-3)}, "{}, fine-tuning, lr {:g}, 300 steps", steps=300, **AFTER_LIBRARY
