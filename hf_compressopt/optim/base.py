@@ -892,12 +892,15 @@ class CompressedOptimizer(torch.optim.Optimizer):
         sent, ratio = numbers["bytes_sent_step"], numbers["compression_ratio"]
         in_four_bits = wide * FOUR_BITS_RATIO
         if sent > 0 and ratio < in_four_bits:
+            small = f"scale_block={self.scale_block}"
+            if plan.refresh_steps:
+                small += f" or variance_interval={self.schedule.variance_interval}"
             message = (
                 "a step sends %.0f bytes, DDP only %.1f times as many, and gradients in 4 bits %.1f times fewer than "
-                "DDP: the model has too few parameters (%d) for what messages carry beside signs, or scale_block=%s is "
-                "too small. Use an ordinary optimizer with grad_compression='int4', or a larger scale_block"
+                "DDP: the model has too few parameters (%d) for what messages carry beside signs, or %s is too small. "
+                "Use an ordinary optimizer with grad_compression='int4', or larger values"
             )
-            self._log(logging.WARNING, message, sent, ratio, in_four_bits, numel, self.scale_block)
+            self._log(logging.WARNING, message, sent, ratio, in_four_bits, numel, small)
 
     def describe(self) -> str:
         """Return one line for the log: class, size, schedule, ranks, kernels."""

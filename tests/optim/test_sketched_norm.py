@@ -94,21 +94,31 @@ def test_the_sketch_of_a_small_model_is_small_and_without_bias(
     assert 0.5 * deviation < float(squares.std()) < 1.5 * deviation or numel == 40
 
 
-@pytest.mark.parametrize(("numel", "scale_block", "warns"), [(26_624, 512, 0), (400, 4096, 1), (26_624, 8, 1)])
+@pytest.mark.parametrize(
+    ("numel", "scale_block", "interval", "small"),
+    [
+        (26_624, 512, 16, ""),
+        (400, 4096, 16, "scale_block=4096"),
+        (26_624, 8, 16, "scale_block=8"),
+        (26_624, 512, 1, "scale_block=512 or variance_interval=1"),
+    ],
+)
 @on_ranks(2)
 def test_messages_that_are_larger_than_4_bits_are_warned_of_once(
-    rank: int, world_size: int, numel: int, scale_block: int, warns: int
+    rank: int, world_size: int, numel: int, scale_block: int, interval: int, small: str
 ) -> None:
     p = torch.nn.Parameter(torch.zeros(numel))
-    optimizer = OnebitAdam([p], freeze_step=1, scale_block=scale_block)
+    optimizer = OnebitAdam([p], freeze_step=1, scale_block=scale_block, variance_interval=interval)
     with log_lines() as lines:
         for step in range(4):
             p.grad = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + (rank if step else 0)))
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
     ratio = optimizer.metrics()["compression_ratio"]
-    assert ratio < 7.75 if warns else ratio > 9
-    assert sum("gradients in 4 bits" in line for line in lines) == (warns if rank == 0 else 0)
+    assert ratio < 7.75 if small else ratio > 9
+    told = [line for line in lines if "gradients in 4 bits" in line]
+    assert len(told) == (1 if small and rank == 0 else 0)
+    assert all(f"or {small} is too small" in line for line in told)
 
 
 NUMEL, DEVIATION = 65_536, 0.0135  # enough for a sketch of 4096 numbers
