@@ -255,6 +255,12 @@ def glue(name: str) -> list[Run]:
         rival(f"AdamW, float8 gradients, {name}", "float8", kept),
         Run(f"OnebitAdam, frozen at 20%, {name}", "OnebitAdam", early, **kept),  # these runs stay in warmup else
         Run(f"ZeroOneAdam, frozen at 20%, {name}", "ZeroOneAdam", early, **kept),
+        Run(
+            f"OnebitAdam, frozen at 20%, variance_interval=1, {name}",
+            "OnebitAdam",
+            early | {"variance_interval": 1},
+            **kept,
+        ),
     ]
 
 

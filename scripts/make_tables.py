@@ -274,7 +274,7 @@ def classification() -> Table:
     methods = {"`adamw_torch`": "AdamW", "DDP, 8-bit floats": "AdamW, float8 gradients"}
     methods |= {title: name.removesuffix(", nanoGPT") for title, name in NANOGPT.items()}
     early = {"onebit_adam": "OnebitAdam", "zero_one_adam": "ZeroOneAdam"}
-    methods |= {f"`{title}`, `freeze_step` at a fifth": f"{name}, frozen at 20%" for title, name in early.items()}
+    methods |= {f"`{title}`, frozen at 20%": f"{name}, frozen at 20%" for title, name in early.items()}
     tasks = [task for task in TASKS if losses(f"AdamW, int4 gradients, {task}", 2)]
     scores = {
         task: {name: [score_of(row) for row in losses(f"{name}, {task}", 2).values()] for name in methods.values()}
