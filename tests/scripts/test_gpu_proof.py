@@ -31,8 +31,8 @@ def proof(out: Path, *words: str) -> tuple[int, list[dict[str, Any]], str]:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_rehearsal_on_a_cpu_passes(tmp_path: Path) -> None:
-    """Within 4 minutes of two cores: 190 seconds beside other work. What there is no time for is named."""
-    code, lines, output = proof(tmp_path, "--minutes", "4")
+    """It takes 70 seconds of two idle cores, and beside other long tests it has taken more than 4 minutes."""
+    code, lines, output = proof(tmp_path, "--minutes", "12")
     assert code == 0, output
     assert {line["part"] for line in lines if line.get("what") in ("end", "part")} == PARTS.keys()
     paths = [line["path"] for line in lines if line["part"] == "C" and "path" in line]
