@@ -73,9 +73,11 @@ test: install
 	@echo "== tests =="
 	@$(PYTEST) tests
 
+test-full: LONG = "-ra --strict-markers --ignore=tests/gpu"
 test-full: install
 	@echo "== long tests: fuzz, stress, whole runs, launchers =="
-	@$(PYTEST) -o addopts="-ra --strict-markers --ignore=tests/gpu" -m full tests
+	@$(PYTEST) -o addopts=$(LONG) -m "full and not alone" tests
+	@$(PYTEST) -n 0 -o addopts=$(LONG) -m "full and alone" tests
 
 # With the environment if it is there, else with PYTHON, which needs torch, pytest and pytest-timeout: nothing is installed.
 test-gpu: GPU_PYTHON = $(or $(wildcard $(VENV)/bin/python),$(PYTHON))
