@@ -246,14 +246,14 @@ def from_scratch(name: str, **kept: Any) -> list[Run]:
 def glue(name: str) -> list[Run]:
     """The methods on a task of GLUE."""
     kept: dict[str, Any] = {"text": name, **GLUE_TASKS[name].kept}
-    early = {"freeze_step": GLUE_TASKS[name].steps // 5}
+    early = {"freeze_step": GLUE_TASKS[name].steps // 5}  # else they stay in the warmup stage
     return [
         *every(f", {name}", ("AdamW", "int4", "OnebitAdam"), older=False, **kept),
         Run(f"AdamW, int8 gradients, {name}", "AdamW", COMPACT, gradients="int8", **kept),
         Run(f"ZeRO-2 and AdamW, int4 both ways, {name}", "AdamW", zero=BOTH_INT4, **kept),
         rival(f"AdamW, bfloat16 gradients, {name}", "bfloat16", kept),
         rival(f"AdamW, float8 gradients, {name}", "float8", kept),
-        Run(f"OnebitAdam, frozen at 20%, {name}", "OnebitAdam", early, **kept),  # these runs stay in warmup else
+        Run(f"OnebitAdam, frozen at 20%, {name}", "OnebitAdam", early, **kept),
         Run(f"ZeroOneAdam, frozen at 20%, {name}", "ZeroOneAdam", early, **kept),
         Run(
             f"OnebitAdam, frozen at 20%, variance_interval=1, {name}",
